@@ -1,0 +1,1 @@
+"""The GPU kernels of the Spark block, each with its reference in mx ops."""

@@ -1,0 +1,70 @@
+"""Residual addition and RMSNorm, with the residual stream in fp32."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import mlx.core as mx
+
+from .backend import Kernel, round_up
+
+
+def add_rms_norm_reference(
+    residual: mx.array, delta: mx.array | None, weight: mx.array, *, eps: float
+) -> tuple[mx.array, mx.array]:
+    """`add_rms_norm` in mx ops."""
+    h = residual if delta is None else residual + delta.astype(mx.float32)
+    x = mx.fast.rms_norm(h, weight.astype(mx.float32), eps)
+    return h, x.astype(weight.dtype)
+
+
+def add_rms_norm(
+    residual: mx.array, delta: mx.array | None, weight: mx.array, *, eps: float
+) -> tuple[mx.array, mx.array]:
+    """h = residual + delta and x = weight * h * rsqrt(mean(h^2) + eps) (equations 2 and 8 of `model`).
+
+    Both in fp32; x is rounded once, to the dtype of `weight`.
+
+    Args:
+        residual: fp32 [..., H].
+        delta: output of the last sublayer [..., H], or None to only normalise.
+        weight: [H]; its dtype is that of the normed activations.
+
+    Returns:
+        (h fp32 [..., H], x [..., H] in weight's dtype).
+    """
+    if not _KERNEL.ready(weight.dtype, None if delta is None else delta.dtype):
+        return add_rms_norm_reference(residual, delta, weight, eps=eps)
+    size = residual.shape[-1]
+    # Four elements a thread keep a decode step's single row within one wave of loads.
+    threads = min(1024, round_up(size // 4, 32))
+    h, x = _KERNEL.launch(
+        [residual, residual if delta is None else delta, weight, scalar(eps)],
+        grid=(threads * (residual.size // size), 1, 1),
+        threadgroup=(threads, 1, 1),
+        constants={"T": weight.dtype, "H": size, "THREADS": threads, "HAS_DELTA": delta is not None},
+        output_shapes=[residual.shape, residual.shape],
+        output_dtypes=[mx.float32, weight.dtype],
+    )
+    return h, x
+
+
+@cache
+def scalar(value: float) -> mx.array:
+    """fp32 0-d array of a constant, made once."""
+    return mx.array(value, dtype=mx.float32)
+
+
+def _check(
+    dtype: mx.Dtype, delta_dtype: mx.Dtype | None
+) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
+    residual = mx.random.normal((3, 160), key=mx.random.key(0))
+    delta = None if delta_dtype is None else residual[::-1].astype(delta_dtype)
+    weight = (1 + mx.arange(160) / 160).astype(dtype)
+    arguments = (residual, delta, weight)
+    return add_rms_norm(*arguments, eps=1e-6), add_rms_norm_reference(*arguments, eps=1e-6)
+
+
+_KERNEL = Kernel(
+    "add_rms_norm", inputs=["residual", "delta", "weight", "eps"], outputs=["h", "x"], check=_check
+)

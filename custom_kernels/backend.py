@@ -1,0 +1,293 @@
+"""How a kernel's one Metal text runs: on Metal, on CUDA, or not at all (its reference in mx ops).
+
+A kernel is a `.metal` file that holds the body of a Metal function; MLX writes the signature. On CUDA the
+same text is read through `prelude/metal.cuh`. A kernel is used after its first-use self-check against the
+reference; one that does not build or does not agree is replaced by the reference, with one warning.
+
+`SPARK25_KERNELS=off` switches all kernels off, `SPARK25_KERNELS=-name,-name` some of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+_HERE = Path(__file__).parent
+SWITCH = "SPARK25_KERNELS"
+REFERENCE = "reference"
+
+Constant = int | bool | mx.Dtype
+Launch = Callable[..., list[mx.array]]
+Factory = Callable[..., Launch]
+# Outputs of the kernel and of its reference on the same small inputs.
+Check = Callable[..., tuple[Sequence[mx.array], Sequence[mx.array]]]
+
+# Largest difference of a kernel from its reference, relative to the largest magnitude: two roundings apart.
+_TOLERANCE = {mx.float32: 1e-5, mx.float16: 2.0**-9, mx.bfloat16: 2.0**-6}
+
+_REGISTRY: dict[str, Kernel] = {}
+_local = threading.local()
+_forced: tuple[str, Factory] | None = None
+
+
+def backend_name() -> str:
+    """ "metal", "cuda" or "reference": what the default device of this process can run."""
+    if _forced is not None:
+        return _forced[0]
+    if mx.default_device().type != mx.DeviceType.gpu:
+        return REFERENCE
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+@contextmanager
+def forced(name: str, factory: Factory) -> Iterator[None]:
+    """Run all kernels through `factory`, which is called as `mx.fast.metal_kernel` is. For simulators."""
+    global _forced
+    before, _forced = _forced, (name, factory)
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+@contextmanager
+def differentiable() -> Iterator[None]:
+    """Inside, every kernel gives way to its reference, which mx.grad can differentiate."""
+    before = getattr(_local, "differentiable", False)
+    _local.differentiable = True
+    try:
+        yield
+    finally:
+        _local.differentiable = before
+
+
+def kernel_routes() -> dict[str, str]:
+    """Kernel name -> what a call of it uses now: a backend's name, or "reference" and why."""
+    return {name: kernel.route() for name, kernel in sorted(_REGISTRY.items())}
+
+
+def registered() -> dict[str, Kernel]:
+    """All kernels by name."""
+    return dict(_REGISTRY)
+
+
+class Kernel:
+    """One Metal text and everything needed to launch it.
+
+    Args:
+        name: the kernel is `<name>.metal` beside this file.
+        inputs, outputs: names of the buffers, in order.
+        check: called with the key of a variant on its first use; gives the outputs of kernel and reference.
+        headers: `.metal` files of helper functions that the body calls.
+        defines: preprocessor symbols that select a variant of the body.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        check: Check,
+        headers: Sequence[str] = (),
+        defines: Sequence[str] = (),
+        variant: str = "",
+    ) -> None:
+        self.name = variant or name
+        self.inputs = list(inputs)
+        self.outputs = list(outputs)
+        self.check = check
+        self.source = "".join(f"#define {symbol} 1\n" for symbol in defines) + read_source(f"{name}.metal")
+        self.header = "".join(read_source(f"{header}.metal") for header in headers)
+        self._built: dict[tuple[Any, ...], Launch] = {}
+        self._verdicts: dict[tuple[Any, ...], str] = {}
+        _REGISTRY[self.name] = self
+
+    def ready(self, *key: Any) -> bool:
+        """Whether to launch this variant (True) or to call the reference; `key` is passed on to the check."""
+        if getattr(_local, "differentiable", False):
+            return False
+        backend = backend_name()
+        if backend == REFERENCE:
+            return False
+        verdict = self._verdicts.get((backend, *key))
+        if verdict is None:
+            verdict = self._verdicts[backend, *key] = self._first_use(key)
+        return verdict == ""
+
+    def route(self) -> str:
+        backend = backend_name()
+        if backend == REFERENCE:
+            return REFERENCE
+        if self.name in switched_off():
+            return f"{REFERENCE} (switched off by {SWITCH})"
+        failed = next((why for (name, *_), why in self._verdicts.items() if name == backend and why), "")
+        return f"{REFERENCE} ({failed})" if failed else backend
+
+    def bind(
+        self,
+        *,
+        constants: Mapping[str, Constant],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+        scalars: Sequence[str] = (),
+    ) -> Launch:
+        """A launch with everything fixed but the inputs: calling it costs as little as MLX's own call does.
+
+        Args:
+            constants: compile-time constants and types of the body, by name. Each combination is compiled
+                once, so what changes from token to token is an input instead.
+            grid: threads, in whole threadgroups: CUDA has no others.
+            scalars: names of the 0-d inputs.
+
+        Returns:
+            Takes `inputs=[...]` and gives the outputs.
+        """
+        if any(n % group for n, group in zip(grid, threadgroup, strict=True)):
+            raise ValueError(f"kernel {self.name}: grid {grid} is not in whole threadgroups of {threadgroup}")
+        return partial(
+            self._specialised(tuple(constants.items()), tuple(scalars)),
+            grid=grid,
+            threadgroup=threadgroup,
+            output_shapes=[tuple(shape) for shape in output_shapes],
+            output_dtypes=list(output_dtypes),
+        )
+
+    def launch(self, inputs: Sequence[mx.array], **binding: Any) -> list[mx.array]:
+        """`bind` and call it once; arguments as those of `bind`."""
+        scalars = [name for name, x in zip(self.inputs, inputs, strict=True) if x.ndim == 0]
+        return self.bind(**binding, scalars=scalars)(inputs=inputs)
+
+    def error(self, *key: Any) -> float:
+        """Largest difference of the variant from its reference on the check's inputs, relative to the largest
+        magnitude of each output and in units of what is tolerated: right up to 1."""
+        worst = 0.0
+        for ours, reference in zip(*self.check(*key), strict=True):
+            a, b = ours.astype(mx.float32), reference.astype(mx.float32)
+            scale = mx.maximum(mx.max(mx.abs(b)), 1e-30)
+            relative = float(np.array(mx.max(mx.abs(a - b)) / scale))
+            # NaN compares false with everything: count it as the largest error there is.
+            relative = relative if relative == relative else float("inf")
+            worst = max(worst, relative / _TOLERANCE.get(ours.dtype, 0.5 / 2**31))
+        return worst
+
+    def _first_use(self, key: tuple[Any, ...]) -> str:
+        if self.name in switched_off():
+            return "switched off"
+        # The check launches through the same functions: they must find the kernel usable meanwhile.
+        self._verdicts[backend_name(), *key] = ""
+        try:
+            error = self.error(*key)
+            why = "" if error <= 1 else f"differs from its reference by {error:.3g} times the tolerance"
+        except Exception as failure:
+            why = f"does not run: {str(failure).strip().splitlines()[0] if str(failure) else failure!r}"
+        if why:
+            warnings.warn(f"kernel {self.name} {why}; its reference in mx ops runs instead", stacklevel=3)
+        return why
+
+    def _specialised(self, constants: tuple[tuple[str, Constant], ...], scalars: tuple[str, ...]) -> Launch:
+        backend = backend_name()
+        key = (backend, _forced, constants, scalars)
+        built = self._built.get(key)
+        if built is None:
+            source = "".join(map(_declaration, constants)) + self.source
+            header = self.header
+            factory: Any
+            if _forced is not None:
+                factory = _forced[1]
+            elif backend == "cuda":
+                factory = mx.fast.cuda_kernel
+                source, header = for_cuda(source, header, scalars)
+            else:
+                factory = mx.fast.metal_kernel
+            built = self._built[key] = factory(
+                name=f"spark25_{self.name}",
+                input_names=self.inputs,
+                output_names=self.outputs,
+                source=source,
+                header=header,
+            )
+        return built
+
+
+# Metal's names of the types; the prelude gives CUDA the same.
+_TYPES = {mx.float32: "float", mx.float16: "float16_t", mx.bfloat16: "bfloat16_t"}
+
+
+def _declaration(constant: tuple[str, Constant]) -> str:
+    name, value = constant
+    if isinstance(value, mx.Dtype):
+        return f"using {name} = {_TYPES[value]};\n"
+    kind, text = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", str(value))
+    return f"constexpr {kind} {name} = {text};\n"
+
+
+@cache
+def read_source(name: str) -> str:
+    """A kernel source without comments and indentation: MLX hashes the text at every dispatch."""
+    text = (_HERE / name).read_text()
+    text = re.sub(r"//[^\n]*", "", text)
+    return re.sub(r"\s*\n\s*", "\n", text).strip() + "\n"
+
+
+@cache
+def switched_off() -> frozenset[str]:
+    """Kernels that `SPARK25_KERNELS` switches off."""
+    value = os.environ.get(SWITCH, "").strip()
+    if value in ("", "on"):
+        return frozenset()
+    if value == "off":
+        return frozenset(_REGISTRY)
+    names = {part.strip() for part in value.split(",")}
+    wrong = sorted(n for n in names if not n.startswith("-") or n[1:] not in _REGISTRY)
+    if wrong:
+        known = ", ".join(sorted(_REGISTRY))
+        raise ValueError(f"{SWITCH}: {wrong[0]!r} is not 'off' or '-' and one of {known}")
+    return frozenset(name[1:] for name in names)
+
+
+# Metal's thread attributes as CUDA computes them.
+_FLAT = "(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z))"
+_ATTRIBUTES = {
+    "thread_position_in_threadgroup": "const uint3 {} = make_uint3(threadIdx.x, threadIdx.y, threadIdx.z);",
+    "threadgroup_position_in_grid": "const uint3 {} = make_uint3(blockIdx.x, blockIdx.y, blockIdx.z);",
+    "threads_per_threadgroup": "const uint3 {} = make_uint3(blockDim.x, blockDim.y, blockDim.z);",
+    "threadgroups_per_grid": "const uint3 {} = make_uint3(gridDim.x, gridDim.y, gridDim.z);",
+    "thread_position_in_grid": "const uint3 {} = make_uint3(blockIdx.x * blockDim.x + threadIdx.x, "
+    "blockIdx.y * blockDim.y + threadIdx.y, blockIdx.z * blockDim.z + threadIdx.z);",
+    "thread_index_in_threadgroup": "const uint {} = " + _FLAT + ";",
+    "thread_index_in_simdgroup": "const uint {} = " + _FLAT + " & 31;",
+    "simdgroup_index_in_threadgroup": "const uint {} = " + _FLAT + " / 32;",
+}
+
+
+def for_cuda(source: str, header: str, scalars: Sequence[str]) -> tuple[str, str]:
+    """The (source, header) that `mx.fast.cuda_kernel` takes for a Metal body.
+
+    Args:
+        scalars: names of the 0-d inputs: references on Metal, pointers on CUDA.
+    """
+    lines = ["using namespace metal;"]
+    lines += [line.format(name) for name, line in _ATTRIBUTES.items() if re.search(rf"\b{name}\b", source)]
+    for name in scalars:
+        lines += [f"const auto {name}_value = *{name};", f"#define {name} {name}_value"]
+    undefine = "".join(f"#undef {name}\n" for name in scalars)
+    prelude = read_source("prelude/metal.cuh")
+    return "\n".join(lines) + "\n" + source + undefine, prelude + header
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is >= max(n, 1)."""
+    return max(1, -(-n // multiple)) * multiple

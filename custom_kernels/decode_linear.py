@@ -1,0 +1,241 @@
+"""Linear layers of a decode step of one token, with the norm, activation and residual addition inside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from .add_rms_norm import scalar
+from .backend import Check, Constant, Kernel
+from .geglu import geglu_reference
+
+_SIMDGROUPS = 8
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A linear layer's matrix: plain, or in MLX's affine quantisation.
+
+    Attributes:
+        weight: [N, K], or uint32 [N, K * bits / 32].
+        scales, biases: [N, K / group_size], when quantised.
+        bits: 4 or 8, or 16 for a plain matrix of any dtype.
+        group_size: columns of one scale; 0 for a plain matrix.
+    """
+
+    weight: mx.array
+    scales: mx.array | None = None
+    biases: mx.array | None = None
+    bits: int = 16
+    group_size: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return self.weight.shape[1] * (32 // self.bits if self.scales is not None else 1)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Three buffers, whatever the format."""
+        if self.scales is None or self.biases is None:
+            return [self.weight] * 3
+        return [self.weight, self.scales, self.biases]
+
+    def apply(self, x: mx.array) -> mx.array:
+        """x Wᵀ in fp32."""
+        x = x.astype(mx.float32)
+        if self.scales is None or self.biases is None:
+            return x @ self.weight.astype(mx.float32).T
+        scales, biases = self.scales.astype(mx.float32), self.biases.astype(mx.float32)
+        return mx.quantized_matmul(x, self.weight, scales, biases, group_size=self.group_size, bits=self.bits)
+
+
+def _norm(residual: mx.array, norm_weight: mx.array, eps: float) -> mx.array:
+    return mx.fast.rms_norm(residual, norm_weight.astype(mx.float32), eps)
+
+
+def norm_qkv_reference(
+    residual: mx.array, norm_weight: mx.array, weight: Weight, gate_weight: mx.array, *, eps: float
+) -> tuple[mx.array, mx.array]:
+    """`norm_qkv` in mx ops."""
+    x = _norm(residual, norm_weight, eps)
+    dtype = gate_weight.dtype
+    return weight.apply(x).astype(dtype), Weight(gate_weight).apply(x).astype(dtype)
+
+
+def norm_qkv(
+    residual: mx.array, norm_weight: mx.array, weight: Weight, gate_weight: mx.array, *, eps: float
+) -> tuple[mx.array, mx.array]:
+    """RMSNorm, then the QKV projection and the gate's scores (equations 2 and 3 of `model`).
+
+    The normed activations stay fp32; the results are rounded once.
+
+    Args:
+        residual: fp32 [1, 1, K].
+        norm_weight: [K].
+        weight: `q_k_v_proj`, N rows.
+        gate_weight: `g_proj` [H, K], plain.
+
+    Returns:
+        ([1, 1, N], [1, 1, H]) in gate_weight's dtype.
+    """
+    N, H, dtype = weight.rows, gate_weight.shape[0], gate_weight.dtype
+    qkv, scores = _NORM_QKV.launch(
+        [residual, norm_weight, scalar(eps), *weight.arrays, gate_weight],
+        **_geometry(weight, N + H, rows=2, split=1, constants={"T": dtype, "H": H}),
+        output_shapes=[(1, 1, N), (1, 1, H)],
+        output_dtypes=[dtype, dtype],
+    )
+    return qkv, scores
+
+
+def norm_geglu_reference(
+    residual: mx.array, norm_weight: mx.array, gate: Weight, up: Weight, *, eps: float
+) -> mx.array:
+    """`norm_geglu` in mx ops."""
+    x = _norm(residual, norm_weight, eps)
+    return geglu_reference(gate.apply(x), up.apply(x)).astype(norm_weight.dtype)
+
+
+def norm_geglu(
+    residual: mx.array, norm_weight: mx.array, gate: Weight, up: Weight, *, eps: float
+) -> mx.array:
+    """RMSNorm, then GELU(W_gate x) * W_up x (equations 2 and 9 of `model`), fp32 inside, one rounding.
+
+    Args:
+        residual: fp32 [1, 1, K].
+        norm_weight: [K].
+        gate, up: `gate_proj` and `up_proj`, of one format, I rows each.
+
+    Returns:
+        [1, 1, I] in norm_weight's dtype.
+    """
+    return _NORM_GEGLU.launch(
+        [residual, norm_weight, scalar(eps), *gate.arrays, *up.arrays],
+        **_geometry(gate, gate.rows, rows=1, split=1, constants={"T": norm_weight.dtype}),
+        output_shapes=[(1, 1, gate.rows)],
+        output_dtypes=[norm_weight.dtype],
+    )[0]
+
+
+def linear_add_reference(residual: mx.array, x: mx.array, weight: Weight) -> mx.array:
+    """`linear_add` in mx ops."""
+    return residual + weight.apply(x)
+
+
+def linear_add(residual: mx.array, x: mx.array, weight: Weight) -> mx.array:
+    """residual + W x in fp32 (equation 8 of `model`).
+
+    Args:
+        residual: fp32 [1, 1, N].
+        x: [1, 1, K].
+        weight: `out_proj` or `down_proj`, N rows.
+
+    Returns:
+        fp32 [1, 1, N].
+    """
+    return _LINEAR_ADD.launch(
+        [residual, x, *weight.arrays],
+        **_geometry(weight, weight.rows, rows=2, split=4, constants={"T": x.dtype}),
+        output_shapes=[residual.shape],
+        output_dtypes=[mx.float32],
+    )[0]
+
+
+def can_fuse(dtype: mx.Dtype, weight: Weight) -> bool:
+    """Whether the three kernels run here for layers of this format and width."""
+    values = 8 if weight.bits == 16 else 16
+    return (
+        weight.bits in (4, 8, 16)
+        and weight.columns % (4 * values) == 0
+        and weight.group_size % values == 0
+        and all(
+            kernel.ready(dtype, weight.bits, weight.group_size)
+            for kernel in (_NORM_QKV, _NORM_GEGLU, _LINEAR_ADD)
+        )
+    )
+
+
+def _geometry(
+    weight: Weight, rows_in_all: int, *, rows: int, split: int, constants: dict[str, Constant]
+) -> dict[str, Any]:
+    per_group = _SIMDGROUPS // split * rows
+    return {
+        "grid": (-(-rows_in_all // per_group) * 32 * _SIMDGROUPS, 1, 1),
+        "threadgroup": (32 * _SIMDGROUPS, 1, 1),
+        "constants": {
+            **constants,
+            "N": weight.rows,
+            "K": weight.columns,
+            "BITS": weight.bits,
+            "GROUP": max(weight.group_size, 1),
+            "ROWS": rows,
+            "KSPLIT": split,
+            "SIMDS": _SIMDGROUPS,
+        },
+    }
+
+
+def _example(dtype: mx.Dtype, bits: int, group_size: int, rows: int, seed: int) -> Weight:
+    plain = (mx.random.normal((rows, 640), key=mx.random.key(seed)) / 16).astype(dtype)
+    if bits == 16:
+        return Weight(plain)
+    return Weight(*mx.quantize(plain, group_size=group_size, bits=bits), bits=bits, group_size=group_size)
+
+
+def _norm_inputs(dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    residual = mx.random.normal((1, 1, 640), key=mx.random.key(0)) * 3
+    return residual, (1 + mx.arange(640) / 640).astype(dtype)
+
+
+Outputs = tuple[tuple[mx.array, ...], tuple[mx.array, ...]]
+
+
+def _check_norm_qkv(dtype: mx.Dtype, bits: int, group_size: int) -> Outputs:
+    weight = _example(dtype, bits, group_size, 70, 1)
+    arguments = (*_norm_inputs(dtype), weight, _example(dtype, 16, 0, 5, 2).weight)
+    return norm_qkv(*arguments, eps=1e-6), norm_qkv_reference(*arguments, eps=1e-6)
+
+
+def _check_norm_geglu(dtype: mx.Dtype, bits: int, group_size: int) -> Outputs:
+    gate, up = (_example(dtype, bits, group_size, 70, seed) for seed in (1, 2))
+    arguments = (*_norm_inputs(dtype), gate, up)
+    return (norm_geglu(*arguments, eps=1e-6),), (norm_geglu_reference(*arguments, eps=1e-6),)
+
+
+def _check_linear_add(dtype: mx.Dtype, bits: int, group_size: int) -> Outputs:
+    residual, x = _norm_inputs(dtype)
+    arguments = (residual[..., :70], x[None, None], _example(dtype, bits, group_size, 70, 1))
+    return (linear_add(*arguments),), (linear_add_reference(*arguments),)
+
+
+def _kernel(variant: str, inputs: list[str], outputs: list[str], defines: list[str], check: Check) -> Kernel:
+    return Kernel(
+        "decode_linear",
+        variant=variant,
+        inputs=inputs,
+        outputs=outputs,
+        headers=["common", "gelu", "matvec"],
+        defines=defines,
+        check=check,
+    )
+
+
+_PACKED = ["weight", "scales", "biases"]
+_NORMED = ["residual", "norm_weight", "eps"]
+_NORM_QKV = _kernel(
+    "norm_qkv", [*_NORMED, *_PACKED, "gate_weight"], ["y", "scores"], ["NORM", "GATES"], _check_norm_qkv
+)
+_NORM_GEGLU = _kernel(
+    "norm_geglu",
+    [*_NORMED, *_PACKED, "up_weight", "up_scales", "up_biases"],
+    ["y"],
+    ["NORM", "GEGLU"],
+    _check_norm_geglu,
+)
+_LINEAR_ADD = _kernel("linear_add", ["residual", "input", *_PACKED], ["y"], ["ADD"], _check_linear_add)

@@ -1,0 +1,25 @@
+"""KV caches: exact under trimming, copying, batching, saving and in-place writes."""
+
+from .full import FullKVCache
+from .model_cache import adopt, can_trim, rewind_to, trim
+from .quantized import QuantizedFullKVCache
+from .sliding import SlidingKVCache
+from .snapshot import Snapshot, SnapshotPolicy
+from .storage import LayerCache
+
+__all__ = [
+    "CACHE_CLASSES",
+    "FullKVCache",
+    "LayerCache",
+    "QuantizedFullKVCache",
+    "SlidingKVCache",
+    "Snapshot",
+    "SnapshotPolicy",
+    "adopt",
+    "can_trim",
+    "rewind_to",
+    "trim",
+]
+
+# mlx-lm's load_prompt_cache looks these up by name among the globals of mlx_lm.models.cache.
+CACHE_CLASSES = (FullKVCache, SlidingKVCache, QuantizedFullKVCache)

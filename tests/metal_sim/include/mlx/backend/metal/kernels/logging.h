@@ -1,0 +1,2 @@
+// Stand-in for the header of MLX, which needs Metal's logging.
+#pragma once
