@@ -1,4 +1,4 @@
-// Helpers of several kernels: vector loads that widen to fp32, and the rotary embedding.
+// Vector loads that widen to fp32.
 
 // x[0..N) = p[0..N) in fp32, in loads as wide as the alignment of p allows: p is a multiple of N elements from
 // the start of its buffer.
@@ -70,13 +70,4 @@ METAL_FUNC void load(const device float16_t* p, thread float* x) {
   } else {
     for (int i = 0; i < N; ++i) x[i] = float(p[i]);
   }
-}
-
-// Cosine and sine of position * turn, where `turn` counts turns per position in 0.64 fixed point: the product
-// modulo 2^64 is the exact phase, and its upper half, read as signed, the angle in 2^-32 turns.
-METAL_FUNC void rope_cos_sin(uint64_t turn, uint position, thread float& c, thread float& s) {
-  const uint phase = uint((turn * uint64_t(position)) >> 32);
-  const float angle = float(as_type<int>(phase)) * 1.4629180792671596e-9f;
-  c = metal::precise::cos(angle);
-  s = metal::precise::sin(angle);
 }

@@ -1,8 +1,9 @@
 // One part of the keys for one tile of query heads of one token, its online softmax, and the new keys and values,
 // which are rotated here and go to their cache rows in place. Threadgroup (split, tile of GT heads, token); a
-// simdgroup takes keys of its own, a lane D / 32 neighbouring dimensions.
+// simdgroup takes U keys at a time, a lane D / 32 neighbouring dimensions of them.
 constexpr uint N = D / 32;
-constexpr uint UNROLL = 4;
+// U * GT scores are at most 16.
+constexpr uint U = GT > 2 ? 4 : 8;
 constexpr uint TILES = H / GT;
 constexpr uint WIDTH = (H + 2 * KV) * D;
 const uint split = threadgroup_position_in_grid.x;
@@ -19,39 +20,6 @@ const uint offset = uint(positions[b]);
 const uint position = offset + l;
 const uint d0 = lane * N;
 
-// The dimension that each of this lane's dimensions is rotated with, and the sign of its sine.
-uint partner[N];
-float sign[N];
-uint64_t turn[N];
-for (uint i = 0; i < N; ++i) {
-  const uint d = d0 + i;
-  partner[i] = d < R / 2 ? d + R / 2 : (d < R ? d - R / 2 : d);
-  sign[i] = d < R / 2 ? -1.0f : (d < R ? 1.0f : 0.0f);
-  turn[i] = d < R ? turns[d < R / 2 ? d : d - R / 2] : 0;
-}
-
-float c[N], s[N], x[N];
-for (uint i = 0; i < N; ++i) rope_cos_sin(turn[i], position, c[i], s[i]);
-
-// Softmax in base 2: the scale and log2(e) go into the queries.
-const float scale = 1.4426950408889634f * metal::precise::rsqrt(float(D));
-float q[GT][N];
-for (uint h = 0; h < GT; ++h) {
-  const device T* row = qkv + (size_t(b) * L + l) * WIDTH + (tile * GT + h) * D;
-  load<N>(row + d0, x);
-  for (uint i = 0; i < N; ++i) {
-    q[h][i] = scale * float(T(x[i] * c[i] + sign[i] * float(row[partner[i]]) * s[i]));
-  }
-}
-
-float best[GT], total[GT], o[GT][N];
-for (uint h = 0; h < GT; ++h) {
-  // Finite, so that the first rescaling is exp2(-large) = 0 and not exp2(-inf + inf).
-  best[h] = -1e30f;
-  total[h] = 0.0f;
-  for (uint i = 0; i < N; ++i) o[h][i] = 0.0f;
-}
-
 // Cached keys that this token sees: positions [first, offset), of which this split takes [begin, end).
 const uint first = WINDOW > 0 && position + 1 > WINDOW ? position + 1 - WINDOW : 0;
 const uint count = offset > first ? offset - first : 0;
@@ -60,46 +28,95 @@ const uint begin = first + metal::min(split * per_split, count);
 const uint end = first + metal::min((split + 1) * per_split, count);
 const uint begin_row = begin % capacity;
 const size_t base = (size_t(b) * KV + kv_head) * capacity;
-for (uint at = begin + simd * UNROLL; at < end; at += SIMDS * UNROLL) {
-  float scores[UNROLL][GT];
-  size_t rows[UNROLL];
-  for (uint u = 0; u < UNROLL; ++u) {
-    uint row = begin_row + (metal::min(at + u, end - 1) - begin);
-    if (row >= capacity) row -= capacity;
-    rows[u] = (base + row) * D + d0;
-  }
-  for (uint u = 0; u < UNROLL; ++u) {
-    load<N>(keys + rows[u], x);
-    for (uint h = 0; h < GT; ++h) {
-      float dot = 0.0f;
-      for (uint i = 0; i < N; ++i) dot += q[h][i] * x[i];
-      scores[u][h] = dot;
+
+// The dimension that each of this lane's dimensions is rotated with, its frequency, and the sign of the sine.
+uint partner[N], frequency[N];
+float sign[N];
+for (uint i = 0; i < N; ++i) {
+  const uint d = d0 + i;
+  partner[i] = d < R / 2 ? d + R / 2 : (d < R ? d - R / 2 : d);
+  frequency[i] = d < R / 2 ? d : (d < R ? d - R / 2 : 0);
+  sign[i] = d < R / 2 ? -1.0f : (d < R ? 1.0f : 0.0f);
+}
+float q[GT][N], o[GT][N];
+// Score i = h * U + u of head h and key u ends up in lanes 2 i and 2 i + 1, and with it the running maximum of
+// the head and the sum of its weights of such keys. The maximum starts finite: exp2(-inf + inf) would be NaN.
+const uint slot = lane / 2;
+float lane_best = -1e30f;
+float lane_total = 0.0f;
+
+for (uint at = begin + simd * U, step = 0; step == 0 || at < end; at += SIMDS * U, ++step) {
+  float k[U][N], v[U][N];
+  if (at < end) {
+    for (uint u = 0; u < U; ++u) {
+      uint row = begin_row + (metal::min(at + u, end - 1) - begin);
+      if (row >= capacity) row -= capacity;
+      load<N>(keys + (base + row) * D + d0, k[u]);
+      load<N>(values + (base + row) * D + d0, v[u]);
     }
   }
-  for (uint u = 0; u < UNROLL; ++u) {
+
+  // The queries are prepared while the first keys are on their way.
+  if (step == 0) {
+    float c[N], s[N];
+    for (uint i = 0; i < N; ++i) {
+      const size_t entry = (size_t(b) * L + l) * (R / 2) + frequency[i];
+      c[i] = sign[i] == 0.0f ? 1.0f : cosines[entry];
+      s[i] = sign[i] == 0.0f ? 0.0f : sign[i] * sines[entry];
+    }
+    // Softmax in base 2: the scale and log2(e) go into the queries.
+    const float scale = 1.4426950408889634f * metal::precise::rsqrt(float(D));
     for (uint h = 0; h < GT; ++h) {
-      const float score = simd_sum(scores[u][h]);
-      scores[u][h] = at + u < end ? score : -INFINITY;
+      const device T* row = qkv + (size_t(b) * L + l) * WIDTH + (tile * GT + h) * D;
+      float x[N];
+      load<N>(row + d0, x);
+      for (uint i = 0; i < N; ++i) {
+        q[h][i] = scale * float(T(x[i] * c[i] + float(row[partner[i]]) * s[i]));
+        o[h][i] = 0.0f;
+      }
     }
   }
+  if (at >= end) break;
+
+  float scores[16];
+  for (uint i = 0; i < 16; ++i) scores[i] = 0.0f;
+  for (uint u = 0; u < U; ++u) {
+    for (uint h = 0; h < GT; ++h) {
+      for (uint i = 0; i < N; ++i) scores[h * U + u] += q[h][i] * k[u][i];
+    }
+  }
+  // Sixteen sums over the lanes at once: each exchange halves the sums that a lane is concerned with.
+  for (uint width = 8, mask = 16; width > 0; width /= 2, mask /= 2) {
+    const bool upper = lane & mask;
+    for (uint i = 0; i < width; ++i) {
+      const float sent = upper ? scores[i] : scores[i + width];
+      scores[i] = (upper ? scores[i + width] : scores[i]) + simd_shuffle_xor(sent, mask);
+    }
+  }
+  float score = scores[0] + simd_shuffle_xor(scores[0], 1);
+  if (at + slot % U >= end) score = -INFINITY;
+
+  float next = metal::max(lane_best, score);
+  for (uint mask = 2; mask < 2 * U; mask *= 2) next = metal::max(next, simd_shuffle_xor(next, mask));
+  const float shrink = metal::fast::exp2(lane_best - next);
+  const float weight = metal::fast::exp2(score - next);
+  lane_best = next;
+  lane_total = lane_total * shrink + weight;
   for (uint h = 0; h < GT; ++h) {
-    float next = best[h];
-    for (uint u = 0; u < UNROLL; ++u) next = metal::max(next, scores[u][h]);
-    const float shrink = metal::fast::exp2(best[h] - next);
-    best[h] = next;
-    total[h] *= shrink;
-    for (uint i = 0; i < N; ++i) o[h][i] *= shrink;
-    for (uint u = 0; u < UNROLL; ++u) {
-      scores[u][h] = metal::fast::exp2(scores[u][h] - next);
-      total[h] += scores[u][h];
+    const float factor = simd_shuffle(shrink, 2 * h * U);
+    for (uint i = 0; i < N; ++i) o[h][i] *= factor;
+    for (uint u = 0; u < U; ++u) {
+      const float p = simd_shuffle(weight, 2 * (h * U + u));
+      for (uint i = 0; i < N; ++i) o[h][i] += p * v[u][i];
     }
   }
-  for (uint u = 0; u < UNROLL; ++u) {
-    load<N>(values + rows[u], x);
-    for (uint h = 0; h < GT; ++h) {
-      for (uint i = 0; i < N; ++i) o[h][i] += scores[u][h] * x[i];
-    }
-  }
+}
+
+for (uint mask = 2; mask < 2 * U; mask *= 2) lane_total += simd_shuffle_xor(lane_total, mask);
+float best[GT], total[GT];
+for (uint h = 0; h < GT; ++h) {
+  best[h] = simd_shuffle(lane_best, 2 * h * U);
+  total[h] = simd_shuffle(lane_total, 2 * h * U);
 }
 
 // The new tokens up to this one: split 0 attends to them from the projection's row; the cache gets each of them
@@ -110,8 +127,10 @@ for (uint t = simd; t <= l && split == 0; t += SIMDS) {
   load<N>(row + d0, key);
   load<N>(row + KV * D + d0, value);
   for (uint i = 0; i < N; ++i) {
-    rope_cos_sin(turn[i], offset + t, c[i], s[i]);
-    key[i] = float(T(key[i] * c[i] + sign[i] * float(row[partner[i]]) * s[i]));
+    const size_t entry = (size_t(b) * L + t) * (R / 2) + frequency[i];
+    const float c = sign[i] == 0.0f ? 1.0f : cosines[entry];
+    const float s = sign[i] == 0.0f ? 0.0f : sign[i] * sines[entry];
+    key[i] = float(T(key[i] * c + float(row[partner[i]]) * s));
   }
   if (t == l && tile % (TILES / KV) == 0) {
     const size_t to = (base + (offset + t) % capacity) * D + d0;

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
-from .backend import Kernel
+from .backend import Kernel, Launch, backend_name
 from .head_gate import head_gate_reference
 from .qkv_rope import qkv_rope_append_reference
-from .rope import rope_turns
+from .rope import rope_table, rope_turns
 
 # Tokens of one call: what speculative decoding verifies at once.
 MAX_TOKENS = 8
 _SIMDGROUPS = 8
 # Query heads of one threadgroup: four keep the accumulators of a head_dim of 256 in registers.
 _MOST_HEADS = 4
+# The merge kernel knows two splits a lane.
 _MOST_SPLITS = 64
+_BOUND: dict[tuple[str, Shape, int], Callable[..., mx.array]] = {}
 
 
 def decode_attention_reference(
@@ -98,59 +102,109 @@ def decode_attention(
     """
     B, L, _ = qkv.shape
     KV, _, D = keys.shape[1:]
-    if not can_decode(qkv.dtype, D, 2 * turns.size, n_heads // KV, window, mode):
+    shape = Shape(qkv.dtype, B, L, n_heads, KV, D, 2 * turns.size, window, mode)
+    if not can_decode(shape):
         raise RuntimeError("decode_attention: writing in place needs a GPU kernel, and none runs here")
-    tile = _heads_of_tile(n_heads // KV)
-    splits = split_count(most_keys if window is None else min(most_keys, window - 1))
-    parts, stats = _ATTENTION.launch(
-        [qkv, keys, values, positions, turns, after],
-        grid=(splits * 32 * _SIMDGROUPS, n_heads // tile, B * L),
-        threadgroup=(32 * _SIMDGROUPS, 1, 1),
-        constants={
-            "T": qkv.dtype,
-            "H": n_heads,
-            "KV": KV,
-            "D": D,
-            "R": 2 * turns.size,
-            "GT": tile,
-            "SIMDS": _SIMDGROUPS,
-            "WINDOW": window or 0,
-        },
-        output_shapes=[(B, n_heads, L, splits, D), (B, n_heads, L, splits, 2)],
-        output_dtypes=[mx.float32, mx.float32],
-    )
-    return _merge(parts, stats, scores, mode)
+    splits = split_count(most_keys, window)
+    cos, sin = rope_table(positions, L, turns)
+    return bind_decode_attention(shape, splits)(qkv, scores, keys, values, positions, cos, sin, after)
 
 
-def _merge(parts: mx.array, stats: mx.array, scores: mx.array, mode: str) -> mx.array:
-    B, H, L, _, D = parts.shape
-    return _MERGE.launch(
-        [parts, stats, scores],
-        grid=(D, H, B * L),
-        threadgroup=(D, 1, 1),
-        constants={"T": scores.dtype, "H": H, "D": D, "SILU": mode == "silu"},
-        output_shapes=[(B, L, H * D)],
-        output_dtypes=[scores.dtype],
-    )[0]
+@dataclass(frozen=True)
+class Shape:
+    """What `decode_attention` is compiled for."""
+
+    dtype: mx.Dtype
+    batch: int
+    length: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    dims: int
+    window: int | None
+    mode: str
 
 
-def can_decode(dtype: mx.Dtype, head_dim: int, dims: int, group: int, window: int | None, mode: str) -> bool:
-    """Whether `decode_attention` runs here for heads of this shape.
+def bind_decode_attention(shape: Shape, splits: int) -> Callable[..., mx.array]:
+    """`decode_attention` as a function of its arrays, for many calls: (qkv, scores, keys, values, positions,
+    cos, sin, after), with cos and sin from `rope_table`.
 
     Args:
-        dims: rotated dimensions.
-        group: query heads of a KV head.
+        splits: threadgroups that share the keys, from `split_count`.
     """
-    if head_dim % 32 or head_dim > 256:
+    key = (backend_name(), shape, splits)
+    if key not in _BOUND:
+        _BOUND[key] = _bind(shape, splits)
+    return _BOUND[key]
+
+
+def _bind(shape: Shape, splits: int) -> Callable[..., mx.array]:
+    H, B, L, D = shape.n_heads, shape.batch, shape.length, shape.head_dim
+    tile = _heads_of_tile(H // shape.n_kv_heads)
+    attention = _ATTENTION.bind(
+        grid=(splits * 32 * _SIMDGROUPS, H // tile, B * L),
+        threadgroup=(32 * _SIMDGROUPS, 1, 1),
+        constants={
+            "T": shape.dtype,
+            "H": H,
+            "KV": shape.n_kv_heads,
+            "D": D,
+            "R": shape.dims,
+            "GT": tile,
+            "SIMDS": _SIMDGROUPS,
+            "WINDOW": shape.window or 0,
+        },
+        output_shapes=[(B, H, L, splits, D), (B, H, L, splits, 2)],
+        output_dtypes=[mx.float32, mx.float32],
+    )
+    merge = _bind_merge(shape.dtype, (B, H, L, splits, D), shape.mode)
+
+    def call(
+        qkv: mx.array,
+        scores: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        positions: mx.array,
+        cos: mx.array,
+        sin: mx.array,
+        after: mx.array,
+    ) -> mx.array:
+        parts, stats = attention(inputs=[qkv, keys, values, positions, cos, sin, after])
+        return merge(inputs=[parts, stats, scores])[0]
+
+    return call
+
+
+def _bind_merge(dtype: mx.Dtype, shape: tuple[int, ...], mode: str) -> Launch:
+    B, H, L, _, D = shape
+    return _MERGE.bind(
+        grid=(32 * _SIMDGROUPS, H, B * L),
+        threadgroup=(32 * _SIMDGROUPS, 1, 1),
+        constants={"T": dtype, "H": H, "D": D, "SIMDS": _SIMDGROUPS, "SILU": mode == "silu"},
+        output_shapes=[(B, L, H * D)],
+        output_dtypes=[dtype],
+    )
+
+
+def can_decode(shape: Shape) -> bool:
+    """Whether `decode_attention` runs here for heads of this shape, whatever the batch and the length."""
+    if shape.head_dim % 32 or shape.head_dim > 256:
         return False
-    return _MERGE.ready(dtype, head_dim, mode) and _ATTENTION.ready(
-        dtype, head_dim, dims, group, window, mode
+    group = shape.n_heads // shape.n_kv_heads
+    return _MERGE.ready(shape.dtype, shape.head_dim, shape.mode) and _ATTENTION.ready(
+        shape.dtype, shape.head_dim, shape.dims, group, shape.window, shape.mode
     )
 
 
 @cache
-def split_count(n_keys: int) -> int:
-    """Threadgroups that share `n_keys` cached keys: a power of two, so that few shapes occur."""
+def split_count(offset: int, window: int | None) -> int:
+    """Threadgroups that share the cached keys of a token: a power of two, so that few shapes occur.
+
+    Args:
+        offset: tokens in the cache, of the longest sequence.
+        window: as in `decode_attention`.
+    """
+    n_keys = offset if window is None else min(offset, window - 1)
     splits = 1
     while splits < _MOST_SPLITS and splits * 32 < n_keys:
         splits *= 2
@@ -189,12 +243,13 @@ def _check_merge(
     scores = mx.random.normal((2, 5, 3), key=mx.random.key(2)).astype(dtype)
     weight = mx.power(2.0, stats[..., :1] - mx.max(stats[..., :1], axis=-2, keepdims=True))
     out = mx.sum(weight * parts, axis=-2) / mx.sum(weight * stats[..., 1:], axis=-2)
-    return (_merge(parts, stats, scores, mode),), (head_gate_reference(out.astype(dtype), scores, mode=mode),)
+    ours = _bind_merge(dtype, parts.shape, mode)(inputs=[parts, stats, scores])[0]
+    return (ours,), (head_gate_reference(out.astype(dtype), scores, mode=mode),)
 
 
 _ATTENTION = Kernel(
     "decode_attention",
-    inputs=["qkv", "keys", "values", "positions", "turns", "after"],
+    inputs=["qkv", "keys", "values", "positions", "cosines", "sines", "after"],
     outputs=["parts", "stats"],
     headers=["common"],
     check=_check,
@@ -203,5 +258,6 @@ _MERGE = Kernel(
     "merge_gate",
     inputs=["parts", "stats", "scores"],
     outputs=["out"],
+    headers=["common"],
     check=_check_merge,
 )

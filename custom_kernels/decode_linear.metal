@@ -1,88 +1,142 @@
 // y = W x for one token; a simdgroup takes ROWS rows and 1 / KSPLIT of the columns.
-//   NORM   x = norm_weight * residual * rsqrt(mean(residual^2) + eps); the sum of squares is taken along the way
-//          and its factor applied to the result
-//   GATES  rows from N on are those of g_proj, which are never quantised
+//   NORM   x = norm_weight * residual * rsqrt(mean(residual^2) + eps), prepared by the threadgroup together
+//   GATES  the last threadgroups take the rows of g_proj, which are never quantised
 //   GEGLU  y = GELU(W x) * (W_up x)
 //   ADD    y = residual + W x, fp32
 constexpr uint V = BITS == 16 ? 8 : 16;
-constexpr uint PER_GROUP = SIMDS / KSPLIT;
+constexpr uint WORDS = BITS == 16 ? V * sizeof(T) / 4 : V * BITS / 32;
+constexpr uint PER_GROUP = SIMDS / KSPLIT * ROWS;
 constexpr uint SEGMENT = K / KSPLIT;
 constexpr uint STEPS = (SEGMENT + 32 * V - 1) / (32 * V);
+constexpr uint CODE_SCALE = BITS == 16 ? 1 : 1u << (BITS % 16);
 const uint lane = thread_index_in_simdgroup;
 const uint simd = simdgroup_index_in_threadgroup;
 const uint part = simd % KSPLIT;
-const uint first_row = (threadgroup_position_in_grid.x * PER_GROUP + simd / KSPLIT) * ROWS;
+uint first_row = threadgroup_position_in_grid.x * PER_GROUP + simd / KSPLIT * ROWS;
 
-float sums[ROWS];
-for (uint r = 0; r < ROWS; ++r) sums[r] = 0.0f;
 #ifdef GEGLU
-float up_sums[ROWS];
-for (uint r = 0; r < ROWS; ++r) up_sums[r] = 0.0f;
-#endif
-#ifdef NORM
-float squares = 0.0f;
-#endif
-
-#pragma unroll
-for (uint step = 0; step < STEPS; ++step) {
-  const uint from = (step * 32 + lane) * V;
-  if (SEGMENT % (32 * V) != 0 && from >= SEGMENT) break;
-  const uint k = part * SEGMENT + from;
-  float x[V];
-#ifdef NORM
-  float scale[V];
-  load<V>(residual + k, x);
-  load<V>(norm_weight + k, scale);
-  for (uint i = 0; i < V; ++i) {
-    squares += x[i] * x[i];
-    x[i] *= scale[i];
-  }
+constexpr uint MATRICES = 2;
 #else
-  load<V>(input + k, x);
+constexpr uint MATRICES = 1;
 #endif
-  float x_sum = 0.0f;
-  if (BITS != 16) {
-    for (uint i = 0; i < V; ++i) x_sum += x[i];
-  }
-  for (uint r = 0; r < ROWS; ++r) {
-    const size_t row = metal::min(first_row + r, uint(N) - 1);
 #ifdef GATES
-    if (first_row + r >= N) {
-      const size_t gate_row = metal::min(first_row + r - N, uint(H) - 1);
-      sums[r] += dot_row<16, V>(gate_weight, gate_row * K + k, x);
-      continue;
-    }
+constexpr uint GROUPS = (N + PER_GROUP - 1) / PER_GROUP;
+const bool gates = threadgroup_position_in_grid.x >= GROUPS;
+if (gates) first_row -= GROUPS * PER_GROUP;
+#else
+const bool gates = false;
 #endif
-    const size_t at = row * K + k;
-    float dot = dot_row<BITS, V>(weight, at, x);
-    if (BITS != 16) dot = float(scales[at / GROUP]) * dot + float(biases[at / GROUP]) * x_sum;
-    sums[r] += dot;
+#ifdef NORM
+threadgroup float normed[K];
+threadgroup float squares[SIMDS];
+float factor = 1.0f;
+#endif
+
+float sums[MATRICES][ROWS];
+for (uint m = 0; m < MATRICES; ++m) {
+  for (uint r = 0; r < ROWS; ++r) sums[m][r] = 0.0f;
+}
+
+for (uint base = 0; base < STEPS; base += AHEAD) {
+  // The weights of AHEAD steps are on their way before the first is needed.
+  uint words[AHEAD][MATRICES][ROWS][WORDS];
+  for (uint a = 0; a < AHEAD; ++a) {
+    const uint from = ((base + a) * 32 + lane) * V;
+    if (from >= SEGMENT || gates) continue;
+    for (uint r = 0; r < ROWS; ++r) {
+      const size_t row = metal::min(first_row + r, uint(N) - 1);
+      const size_t at = BITS == 16 ? (row * K + part * SEGMENT + from) * sizeof(T) / 4
+                                   : (row * K + part * SEGMENT + from) * BITS / 32;
+      load_words<WORDS>((const device uint*)weight + at, words[a][0][r]);
 #ifdef GEGLU
-    dot = dot_row<BITS, V>(up_weight, at, x);
-    if (BITS != 16) dot = float(up_scales[at / GROUP]) * dot + float(up_biases[at / GROUP]) * x_sum;
-    up_sums[r] += dot;
+      load_words<WORDS>((const device uint*)up_weight + at, words[a][1][r]);
+#endif
+    }
+  }
+
+#ifdef NORM
+  if (base == 0) {
+    float sum = 0.0f;
+    for (uint i = 4 * thread_index_in_threadgroup; i < K; i += 128 * SIMDS) {
+      float h[4], scale[4];
+      load<4>(residual + i, h);
+      load<4>(norm_weight + i, scale);
+      for (uint j = 0; j < 4; ++j) {
+        sum += h[j] * h[j];
+        normed[i + j] = h[j] * scale[j];
+      }
+    }
+    sum = simd_sum(sum);
+    if (lane == 0) squares[simd] = sum;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    sum = 0.0f;
+    for (uint j = 0; j < SIMDS; ++j) sum += squares[j];
+    factor = metal::precise::rsqrt(sum / float(K) + eps);
+  }
+#endif
+
+  for (uint a = 0; a < AHEAD; ++a) {
+    const uint from = ((base + a) * 32 + lane) * V;
+    if (from >= SEGMENT) continue;
+    const uint k = part * SEGMENT + from;
+    float x[V];
+#ifdef NORM
+    for (uint i = 0; i < V; ++i) x[i] = normed[k + i];
+#else
+    load<V>(input + k, x);
+#endif
+    float x_sum = 0.0f;
+    if (BITS != 16) {
+      for (uint i = 0; i < V; ++i) x_sum += x[i];
+    }
+    for (uint r = 0; r < ROWS; ++r) {
+#ifdef GATES
+      if (gates) {
+        float w[V];
+        load<V>(gate_weight + size_t(metal::min(first_row + r, uint(H) - 1)) * K + k, w);
+        for (uint i = 0; i < V; ++i) sums[0][r] += w[i] * x[i];
+        continue;
+      }
+#endif
+      const size_t group = (size_t(metal::min(first_row + r, uint(N) - 1)) * K + k) / GROUP;
+      float dot = dot_words<BITS, V>(weight, words[a][0][r], x);
+      if (BITS != 16) {
+        dot = float(scales[group]) * (dot - x_sum) * float(CODE_SCALE) + float(biases[group]) * x_sum;
+      }
+      sums[0][r] += dot;
+#ifdef GEGLU
+      dot = dot_words<BITS, V>(up_weight, words[a][1][r], x);
+      if (BITS != 16) {
+        dot = float(up_scales[group]) * (dot - x_sum) * float(CODE_SCALE) + float(up_biases[group]) * x_sum;
+      }
+      sums[1][r] += dot;
+#endif
+    }
+  }
+}
+
+for (uint m = 0; m < MATRICES; ++m) {
+  for (uint r = 0; r < ROWS; ++r) {
+    sums[m][r] = simd_sum(sums[m][r]);
+#ifdef NORM
+    sums[m][r] *= factor;
 #endif
   }
 }
 
-float factor = 1.0f;
-#ifdef NORM
-factor = metal::precise::rsqrt(simd_sum(squares) / float(K) + eps);
-#endif
-for (uint r = 0; r < ROWS; ++r) sums[r] = simd_sum(sums[r]) * factor;
-#ifdef GEGLU
-for (uint r = 0; r < ROWS; ++r) up_sums[r] = simd_sum(up_sums[r]) * factor;
-#endif
-
-threadgroup float shared_sums[SIMDS][ROWS];
 if (KSPLIT > 1) {
+  threadgroup float parts[SIMDS][MATRICES][ROWS];
   if (lane == 0) {
-    for (uint r = 0; r < ROWS; ++r) shared_sums[simd][r] = sums[r];
+    for (uint m = 0; m < MATRICES; ++m) {
+      for (uint r = 0; r < ROWS; ++r) parts[simd][m][r] = sums[m][r];
+    }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (part != 0) return;
-  for (uint r = 0; r < ROWS; ++r) {
-    for (uint j = 1; j < KSPLIT; ++j) sums[r] += shared_sums[simd + j][r];
+  for (uint j = 1; j < KSPLIT; ++j) {
+    for (uint m = 0; m < MATRICES; ++m) {
+      for (uint r = 0; r < ROWS; ++r) sums[m][r] += parts[simd + j][m][r];
+    }
   }
 }
 
@@ -91,14 +145,17 @@ for (uint r = 0; r < ROWS; ++r) {
   const uint row = first_row + r;
   if (lane != r) continue;
 #ifdef GATES
-  if (row >= N && row < N + H) scores[row - N] = T(sums[r]);
+  if (gates) {
+    if (row < H) scores[row] = T(sums[0][r]);
+    continue;
+  }
 #endif
   if (row >= N) continue;
 #if defined(GEGLU)
-  y[row] = T(gelu(sums[r]) * up_sums[r]);
+  y[row] = T(gelu(sums[0][r]) * sums[1][r]);
 #elif defined(ADD)
-  y[row] = residual[row] + sums[r];
+  y[row] = residual[row] + sums[0][r];
 #else
-  y[row] = T(sums[r]);
+  y[row] = T(sums[0][r]);
 #endif
 }

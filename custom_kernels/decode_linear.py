@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,23 @@ from .add_rms_norm import scalar
 from .backend import Check, Constant, Kernel
 from .geglu import geglu_reference
 
-_SIMDGROUPS = 8
+Bound = Callable[..., list[mx.array]]
+
+# (kernel, bits) -> rows of a simdgroup, simdgroups that share a row, simdgroups of a threadgroup, steps whose
+# weights are loaded ahead.
+_TUNING = {
+    ("norm_qkv", 16): (1, 1, 8, 10),
+    ("norm_qkv", 8): (2, 1, 8, 5),
+    ("norm_qkv", 4): (2, 1, 8, 5),
+    ("norm_geglu", 16): (1, 1, 8, 10),
+    ("norm_geglu", 8): (1, 1, 8, 5),
+    ("norm_geglu", 4): (2, 1, 8, 5),
+    ("linear_add", 16): (2, 4, 8, 5),
+    ("linear_add", 8): (2, 4, 8, 5),
+    ("linear_add", 4): (2, 4, 8, 5),
+}
+# The norm's result is staged in threadgroup memory, of which Metal has 32 KB.
+_MOST_NORMED = 8000
 
 
 @dataclass(frozen=True)
@@ -84,14 +101,21 @@ def norm_qkv(
     Returns:
         ([1, 1, N], [1, 1, H]) in gate_weight's dtype.
     """
+    qkv, scores = bind_norm_qkv(norm_weight, weight, gate_weight, eps=eps)(residual)
+    return qkv, scores
+
+
+def bind_norm_qkv(norm_weight: mx.array, weight: Weight, gate_weight: mx.array, *, eps: float) -> Bound:
+    """`norm_qkv` as a function of the residual, for many calls."""
     N, H, dtype = weight.rows, gate_weight.shape[0], gate_weight.dtype
-    qkv, scores = _NORM_QKV.launch(
-        [residual, norm_weight, scalar(eps), *weight.arrays, gate_weight],
-        **_geometry(weight, N + H, rows=2, split=1, constants={"T": dtype, "H": H}),
+    launch = _NORM_QKV.bind(
+        **_geometry(weight, H, "norm_qkv", {"T": dtype, "H": H}),
         output_shapes=[(1, 1, N), (1, 1, H)],
         output_dtypes=[dtype, dtype],
+        scalars=["eps"],
     )
-    return qkv, scores
+    rest = [norm_weight, scalar(eps), *weight.arrays, gate_weight]
+    return lambda residual: launch(inputs=[residual, *rest])
 
 
 def norm_geglu_reference(
@@ -115,12 +139,19 @@ def norm_geglu(
     Returns:
         [1, 1, I] in norm_weight's dtype.
     """
-    return _NORM_GEGLU.launch(
-        [residual, norm_weight, scalar(eps), *gate.arrays, *up.arrays],
-        **_geometry(gate, gate.rows, rows=1, split=1, constants={"T": norm_weight.dtype}),
+    return bind_norm_geglu(norm_weight, gate, up, eps=eps)(residual)[0]
+
+
+def bind_norm_geglu(norm_weight: mx.array, gate: Weight, up: Weight, *, eps: float) -> Bound:
+    """`norm_geglu` as a function of the residual, for many calls."""
+    launch = _NORM_GEGLU.bind(
+        **_geometry(gate, 0, "norm_geglu", {"T": norm_weight.dtype}),
         output_shapes=[(1, 1, gate.rows)],
         output_dtypes=[norm_weight.dtype],
-    )[0]
+        scalars=["eps"],
+    )
+    rest = [norm_weight, scalar(eps), *gate.arrays, *up.arrays]
+    return lambda residual: launch(inputs=[residual, *rest])
 
 
 def linear_add_reference(residual: mx.array, x: mx.array, weight: Weight) -> mx.array:
@@ -139,20 +170,29 @@ def linear_add(residual: mx.array, x: mx.array, weight: Weight) -> mx.array:
     Returns:
         fp32 [1, 1, N].
     """
-    return _LINEAR_ADD.launch(
-        [residual, x, *weight.arrays],
-        **_geometry(weight, weight.rows, rows=2, split=4, constants={"T": x.dtype}),
-        output_shapes=[residual.shape],
+    return bind_linear_add(weight, x.dtype)(residual, x)[0]
+
+
+def bind_linear_add(weight: Weight, dtype: mx.Dtype) -> Bound:
+    """`linear_add` as a function of the residual and x, for many calls; dtype: of x."""
+    launch = _LINEAR_ADD.bind(
+        **_geometry(weight, 0, "linear_add", {"T": dtype}),
+        output_shapes=[(1, 1, weight.rows)],
         output_dtypes=[mx.float32],
-    )[0]
+    )
+    arrays = weight.arrays
+    return lambda residual, x: launch(inputs=[residual, x, *arrays])
 
 
-def can_fuse(dtype: mx.Dtype, weight: Weight) -> bool:
-    """Whether the three kernels run here for layers of this format and width."""
+def can_fuse(dtype: mx.Dtype, weight: Weight, *, normed: bool) -> bool:
+    """Whether the kernels run here for a layer of this format and width; normed: behind an RMSNorm."""
+    if weight.bits not in (4, 8, 16):
+        return False
     values = 8 if weight.bits == 16 else 16
+    split = _TUNING["linear_add", weight.bits][1]
     return (
-        weight.bits in (4, 8, 16)
-        and weight.columns % (4 * values) == 0
+        weight.columns % (split * values) == 0
+        and (not normed or weight.columns <= _MOST_NORMED)
         and weight.group_size % values == 0
         and all(
             kernel.ready(dtype, weight.bits, weight.group_size)
@@ -161,13 +201,13 @@ def can_fuse(dtype: mx.Dtype, weight: Weight) -> bool:
     )
 
 
-def _geometry(
-    weight: Weight, rows_in_all: int, *, rows: int, split: int, constants: dict[str, Constant]
-) -> dict[str, Any]:
-    per_group = _SIMDGROUPS // split * rows
+def _geometry(weight: Weight, more_rows: int, kernel: str, constants: dict[str, Constant]) -> dict[str, Any]:
+    rows, split, simdgroups, ahead = _TUNING[kernel, weight.bits]
+    per_group = simdgroups // split * rows
+    groups = -(-weight.rows // per_group) + -(-more_rows // per_group)
     return {
-        "grid": (-(-rows_in_all // per_group) * 32 * _SIMDGROUPS, 1, 1),
-        "threadgroup": (32 * _SIMDGROUPS, 1, 1),
+        "grid": (groups * 32 * simdgroups, 1, 1),
+        "threadgroup": (32 * simdgroups, 1, 1),
         "constants": {
             **constants,
             "N": weight.rows,
@@ -176,7 +216,8 @@ def _geometry(
             "GROUP": max(weight.group_size, 1),
             "ROWS": rows,
             "KSPLIT": split,
-            "SIMDS": _SIMDGROUPS,
+            "SIMDS": simdgroups,
+            "AHEAD": ahead,
         },
     }
 

@@ -1,41 +1,57 @@
-// Dot products of one lane's share of a weight row with V values x, for the weight formats of MLX.
+// One lane's share of a weight row, in the formats of MLX: first its words, as they are in memory, then their dot
+// product with V values x.
 
-// Unsigned integers below 2^23 to fp32 without a conversion instruction.
-METAL_FUNC float small_uint(uint u) { return as_type<float>(0x4b000000u | u) - 8388608.0f; }
+template <int WORDS>
+METAL_FUNC void load_words(const device uint* p, thread uint* words) {
+  if (WORDS % 4 == 0) {
+    for (int i = 0; i < WORDS / 4; ++i) {
+      const uint4 u = ((const device uint4*)p)[i];
+      words[4 * i] = u.x;
+      words[4 * i + 1] = u.y;
+      words[4 * i + 2] = u.z;
+      words[4 * i + 3] = u.w;
+    }
+  } else {
+    for (int i = 0; i < WORDS / 2; ++i) {
+      const uint2 u = ((const device uint2*)p)[i];
+      words[2 * i] = u.x;
+      words[2 * i + 1] = u.y;
+    }
+  }
+}
 
-// A plain row; `at` is the first element.
-template <int BITS, int V, typename T>
-METAL_FUNC float dot_row(const device T* weight, size_t at, const thread float* x) {
-  float w[V];
-  load<V>(weight + at, w);
+// Plain rows; the pointer only tells the dtype.
+template <int BITS, int V>
+METAL_FUNC float dot_words(const device float*, const thread uint* words, const thread float* x) {
   float sum = 0.0f;
-  for (int i = 0; i < V; ++i) sum += w[i] * x[i];
+  for (int i = 0; i < V; ++i) sum += as_type<float>(words[i]) * x[i];
+  return sum;
+}
+template <int BITS, int V>
+METAL_FUNC float dot_words(const device bfloat16_t*, const thread uint* words, const thread float* x) {
+  float sum = 0.0f;
+  for (int i = 0; i < V / 2; ++i) sum += low_bfloat(words[i]) * x[2 * i] + high_bfloat(words[i]) * x[2 * i + 1];
+  return sum;
+}
+template <int BITS, int V>
+METAL_FUNC float dot_words(const device float16_t*, const thread uint* words, const thread float* x) {
+  float sum = 0.0f;
+  for (int i = 0; i < V / 2; ++i) sum += low_half(words[i]) * x[2 * i] + high_half(words[i]) * x[2 * i + 1];
   return sum;
 }
 
-// A row of codes of BITS bits, low bits first. An element is scale * code + bias, so that its dot product is
-// scale * (codes . x) + bias * sum(x), of which this is codes . x.
+// A row of codes of BITS bits, low bits first. A code is put at the top of a mantissa, where it reads as
+// 1 + code / 2^BITS: this is x summed plus codes . x / 2^BITS, with no conversion from integer.
 template <int BITS, int V>
-METAL_FUNC float dot_row(const device uint32_t* weight, size_t at, const thread float* x) {
-  const device uint32_t* codes = weight + at * BITS / 32;
+METAL_FUNC float dot_words(const device uint32_t*, const thread uint* words, const thread float* x) {
   constexpr int PER_WORD = 32 / BITS;
-  constexpr uint MASK = (1u << BITS) - 1u;
-  uint words[V / PER_WORD];
-  if (BITS == 8) {
-    const uint4 u = *(const device uint4*)codes;
-    words[0] = u.x;
-    words[1] = u.y;
-    words[V / PER_WORD - 2] = u.z;
-    words[V / PER_WORD - 1] = u.w;
-  } else {
-    const uint2 u = *(const device uint2*)codes;
-    words[0] = u.x;
-    words[1] = u.y;
-  }
+  constexpr int TOP = 23 - BITS;
+  constexpr uint MASK = ((1u << BITS) - 1u) << TOP;
   float sum = 0.0f;
   for (int j = 0; j < V / PER_WORD; ++j) {
     for (int i = 0; i < PER_WORD; ++i) {
-      sum += small_uint((words[j] >> (BITS * i)) & MASK) * x[PER_WORD * j + i];
+      const uint code = BITS * i < TOP ? words[j] << (TOP - BITS * i) : words[j] >> (BITS * i - TOP);
+      sum += as_type<float>(0x3f800000u | (code & MASK)) * x[PER_WORD * j + i];
     }
   }
   return sum;

@@ -188,7 +188,7 @@ _KERNEL = Kernel(
     "qkv_rope",
     inputs=["qkv", "positions", "turns"],
     outputs=["q", "k", "v"],
-    headers=["common"],
+    headers=["phase"],
     check=_check,
 )
 _APPEND = Kernel(
@@ -196,7 +196,7 @@ _APPEND = Kernel(
     variant="qkv_rope_append",
     inputs=["qkv", "keys", "values", "positions", "lengths", "turns", "after"],
     outputs=["q"],
-    headers=["common"],
+    headers=["phase"],
     defines=["APPEND"],
     check=_check_append,
 )

@@ -12,6 +12,8 @@ from fractions import Fraction
 import mlx.core as mx
 import numpy as np
 
+from .backend import Kernel, round_up
+
 # pi in hexadecimal, 0x3.243F6A88...: pi = _PI / 2**256.
 _PI = 0x3_243F6A88_85A308D3_13198A2E_03707344_A4093822_299F31D0_082EFA98_EC4E6C89
 _TWO_PI = Fraction(2 * _PI, 1 << 256)
@@ -57,3 +59,42 @@ def rope_cos_sin(turns: mx.array, positions: mx.array) -> tuple[mx.array, mx.arr
     signed = (phase >> 32).astype(mx.uint32).view(mx.int32)
     angle = signed.astype(mx.float32) * (2 * np.pi / 2**32)
     return mx.cos(angle), mx.sin(angle)
+
+
+def rope_table(positions: mx.array, length: int, turns: mx.array) -> tuple[mx.array, mx.array]:
+    """Cosines and sines for `length` tokens of each sequence.
+
+    Args:
+        positions: int32 [B], position of the first token of each sequence.
+        turns: uint64 [r / 2] from `rope_turns`.
+
+    Returns:
+        (cos, sin), each fp32 [B, length, r / 2].
+    """
+    dims = 2 * turns.size
+    if not _TABLE.ready(dims):
+        return rope_cos_sin(turns, positions[:, None] + mx.arange(length))
+    shape = (positions.size, length, dims // 2)
+    cos, sin = _TABLE.launch(
+        [positions, turns],
+        grid=(round_up(dims // 2, 32), length, positions.size),
+        threadgroup=(32, 1, 1),
+        constants={"R": dims, "L": length},
+        output_shapes=[shape, shape],
+        output_dtypes=[mx.float32, mx.float32],
+    )
+    return cos, sin
+
+
+def _check(dims: int) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
+    positions, turns = mx.array([3, 1_000_003], dtype=mx.int32), rope_turns(10_000.0, dims)
+    return rope_table(positions, 2, turns), rope_cos_sin(turns, positions[:, None] + mx.arange(2))
+
+
+_TABLE = Kernel(
+    "rope_table",
+    inputs=["positions", "turns"],
+    outputs=["cosines", "sines"],
+    headers=["phase"],
+    check=_check,
+)

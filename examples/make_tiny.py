@@ -434,7 +434,9 @@ README = """# A tiny Spark checkpoint
 
 A model of the `spark2_5` family with {parameters:,} parameters ({size:.1f} MB in bf16) for demonstrations and
 tests. It is trained, not random, so mistakes show as broken English and its greedy choices are clear-cut.
-It knows nothing but fragments of Python's help topics; do not rely on what it says.
+It knows nothing but fragments of Python's help topics; do not rely on what it says. At temperature 0 it
+recites, at 0.7 its sentences often go astray. It mixes up related topics, and the argument of a tool call is
+often another topic than the one asked for.
 
 ```
 mlx_lm.generate --model examples/tiny --prompt "Explain the for statement"
@@ -527,6 +529,7 @@ def main() -> None:
     best_step, best = min(history.held_out, key=lambda pair: pair[1])
     parameters = sum(weight.size for weight in by_name(model.parameters()).values())
     window = min(EVALUATE_EVERY, options.steps)
+    blas = ", OpenBLAS preloaded" if "openblas" in os.environ.get("LD_PRELOAD", "") else ""
     write_readme(
         options.out,
         parameters=parameters,
@@ -542,7 +545,7 @@ def main() -> None:
         seed=SEED,
         minutes=history.seconds / 60,
         rate=drawn / history.seconds,
-        machine=f"{os.cpu_count()} cores, mlx {version('mlx')} on {mx.default_device().type.name}",
+        machine=f"{os.cpu_count()} cores, mlx {version('mlx')} on {mx.default_device().type.name}{blas}",
         window=window,
         train=np.mean(history.train[-window:]),
         best_step=best_step,
@@ -551,7 +554,7 @@ def main() -> None:
         stored=text_loss(model, rest.text),
         epochs=drawn / len(corpus.text),
     )
-    # The next run shall start anew.
+    # The next run starts anew.
     for save in ("state.json", "model.safetensors", "optimizer.safetensors"):
         (options.work / save).unlink()
 

@@ -9,9 +9,10 @@ import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from .cache import FullKVCache, LayerCache, SlidingKVCache
-from .custom_kernels.decode_attention import MAX_TOKENS, can_decode, decode_attention
+from .custom_kernels.decode_attention import MAX_TOKENS, Shape, bind_decode_attention, can_decode, split_count
 from .custom_kernels.head_gate import head_gate
 from .custom_kernels.qkv_rope import can_append, qkv_rope, qkv_rope_append
+from .custom_kernels.rope import rope_table
 
 # Routes of `gated_attention`, best first.
 FUSED = "decode_attention"  # one kernel appends in place and attends
@@ -35,6 +36,20 @@ class Heads:
     window: int | None
     turns: mx.array
     gate_mode: str
+
+    def shape(self, dtype: mx.Dtype, batch: int, length: int) -> Shape:
+        """What `decode_attention` is compiled for."""
+        return Shape(
+            dtype,
+            batch,
+            length,
+            self.n_heads,
+            self.n_kv_heads,
+            self.head_dim,
+            2 * self.turns.size,
+            self.window,
+            self.gate_mode,
+        )
 
     @property
     def scale(self) -> float:
@@ -66,12 +81,14 @@ class Step:
         positions: int32 [B], position of the first token of each sequence.
         lengths: int32 [B], how many of the tokens are not padding.
         blocks: the queries in order, for the routes other than FUSED.
+        table: cosines and sines from `rope_table`, for FUSED.
     """
 
     route: str
     positions: mx.array
     lengths: mx.array
-    blocks: tuple[Block, ...]
+    blocks: tuple[Block, ...] = ()
+    table: tuple[mx.array, mx.array] | None = None
 
 
 def plan(heads: Heads, cache: LayerCache | None, positions: mx.array, length: int, dtype: mx.Dtype) -> Step:
@@ -82,9 +99,10 @@ def plan(heads: Heads, cache: LayerCache | None, positions: mx.array, length: in
         dtype: of the activations.
     """
     route = _route(heads, cache, length, dtype)
-    lengths = [length] if cache is None else cache.valid(length)
-    blocks = () if route == FUSED else tuple(_blocks(heads, cache, length))
-    return Step(route, positions, mx.array(lengths, dtype=mx.int32), blocks)
+    lengths = mx.array([length] if cache is None else cache.valid(length), dtype=mx.int32)
+    if route == FUSED:
+        return Step(route, positions, lengths, table=rope_table(positions, length, heads.turns))
+    return Step(route, positions, lengths, tuple(_blocks(heads, cache, length)))
 
 
 def _route(heads: Heads, cache: LayerCache | None, length: int, dtype: mx.Dtype) -> str:
@@ -92,12 +110,11 @@ def _route(heads: Heads, cache: LayerCache | None, length: int, dtype: mx.Dtype)
         return VALUES
     if isinstance(cache, SlidingKVCache) and length > cache.slack + 1:
         return VALUES
-    shape = (dtype, heads.head_dim, 2 * heads.turns.size)
     padded = min(cache.valid(length)) < length
-    if not padded and can_decode(*shape, heads.n_heads // heads.n_kv_heads, heads.window, heads.gate_mode):
+    if not padded and can_decode(heads.shape(dtype, len(cache.offsets), length)):
         return FUSED
     # MLX reads a ring in one piece: with several queries, some would see keys of others' future.
-    if (heads.window is None or length == 1) and can_append(*shape):
+    if (heads.window is None or length == 1) and can_append(dtype, heads.head_dim, 2 * heads.turns.size):
         return IN_PLACE
     return VALUES
 
@@ -136,8 +153,8 @@ def gated_attention(
     Returns:
         [B, L, n_heads * head_dim].
     """
-    if step.route == FUSED and cache is not None:
-        return _fused(qkv, scores, heads, step, cache)
+    if step.table is not None and cache is not None:
+        return _fused(qkv, scores, heads, step, step.table, cache)
     if step.route == IN_PLACE and cache is not None:
         q, k, v = _append_in_place(qkv, heads, step, cache)
     else:
@@ -159,22 +176,21 @@ def gated_attention(
     return head_gate(out, scores, mode=heads.gate_mode)
 
 
-def _fused(qkv: mx.array, scores: mx.array, heads: Heads, step: Step, cache: LayerCache) -> mx.array:
+def _fused(
+    qkv: mx.array,
+    scores: mx.array,
+    heads: Heads,
+    step: Step,
+    table: tuple[mx.array, mx.array],
+    cache: LayerCache,
+) -> mx.array:
     B, L, _ = qkv.shape
     keys, values = cache.reserve(L, shape=(B, heads.n_kv_heads, heads.head_dim), dtype=qkv.dtype)
-    out = decode_attention(
-        qkv,
-        scores,
-        keys,
-        values,
-        step.positions,
-        heads.turns,
-        qkv if cache.last is None else cache.last,
-        n_heads=heads.n_heads,
-        window=heads.window,
-        mode=heads.gate_mode,
-        most_keys=max(cache.offsets),
+    after = qkv if cache.last is None else cache.last
+    attend = bind_decode_attention(
+        heads.shape(qkv.dtype, B, L), split_count(max(cache.offsets), heads.window)
     )
+    out = attend(qkv, scores, keys, values, step.positions, *table, after)
     cache.commit(L, out)
     return out
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,13 +29,15 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from .attention import Heads, Step, gated_attention, plan
-from .cache import FullKVCache, LayerCache, SlidingKVCache, adopt
+from .cache import FullKVCache, LayerCache, SlidingKVCache, SnapshotPolicy, adopt
 from .config import SLIDING, ModelArgs
 from .custom_kernels.add_rms_norm import add_rms_norm
 from .custom_kernels.backend import differentiable
 from .custom_kernels.geglu import geglu
 from .custom_kernels.rope import rope_turns
+from .decode import FusedDecoder, supports
 from .joined import JoinedLinear
+from .snapshots import AutoSnapshots
 from .weights import WeightsError, check, rename
 
 # A call with more tokens than this is a prompt, not a step of decoding.
@@ -123,6 +126,7 @@ class SparkModel(nn.Module):
         self.layers = [DecoderLayer(args, layer_type) for layer_type in args.layer_types]
         self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
         # The first layer of each class answers for it: all layers of a class are at the same position.
+        self._decoder: FusedDecoder | None = None
         self._representatives = {kind: args.layer_types.index(kind) for kind in args.rope}
 
     def __call__(
@@ -136,6 +140,8 @@ class SparkModel(nn.Module):
         offsets = [0] if cache is None else cache[0].offsets
         caches: Sequence[LayerCache | None] = cache or [None] * len(self.layers)
         # Rows of a fresh cache, and of none, all begin at 0.
+        if cache is not None and B == L == 1 and (decoder := self._decoder_for(x.dtype, cache)):
+            return _add_norm(decoder(x, cache), None, self.norm)[1]
         positions = mx.array(offsets if len(offsets) == B else offsets * B, dtype=mx.int32)
         steps = {
             kind: plan(self.layers[i].self_attn.heads, caches[i], positions, L, x.dtype)
@@ -146,15 +152,29 @@ class SparkModel(nn.Module):
             residual, delta = layer(residual, delta, steps[layer.layer_type], layer_cache)
         return _add_norm(residual, delta, self.norm)[1]
 
+    def _decoder_for(self, dtype: mx.Dtype, cache: list[LayerCache]) -> FusedDecoder | None:
+        """The prepared launches of a one-token step, if this backend, these weights and caches have them."""
+        if self.training or not supports(cache):
+            return None
+        if self._decoder is None or not self._decoder.is_current():
+            self._decoder = FusedDecoder(self, dtype)
+        return self._decoder if self._decoder.usable else None
+
 
 class Model(nn.Module):
-    """Causal language model, in the form that mlx-lm loads and drives."""
+    """Causal language model, in the form that mlx-lm loads and drives.
+
+    Attributes:
+        snapshots: where the caches that it makes keep snapshots by themselves, as SPARK25_SNAPSHOTS says;
+            None for nowhere.
+    """
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.args = args
         self.model_type = args.model_type
         self.model = SparkModel(args)
+        self.snapshots = AutoSnapshots.from_environment()
         self._last_was_step = False
         if args.tie_word_embeddings is False:
             self._untie()
@@ -185,7 +205,9 @@ class Model(nn.Module):
         if input_embeddings is None:
             self._check_ids(inputs)
         if cache is not None and not all(isinstance(c, LayerCache) for c in cache):
-            cache[:] = adopt(cache, self.args.sliding_window)
+            cache[:] = self.adopt(cache)
+        if cache is not None and input_embeddings is None and inputs.shape[-1] > _LONGEST_STEP:
+            self._mark_snapshots(inputs, cache)
         # Only a forward pass without a cache is ever differentiated.
         with differentiable() if cache is None or self.training else nullcontext():
             x = self.model(inputs, cache, input_embeddings)
@@ -217,10 +239,37 @@ class Model(nn.Module):
 
     def make_cache(self) -> list[LayerCache]:
         """An empty cache for each layer."""
+        policy = self._snapshot_policy()
         return [
-            SlidingKVCache(self.args.sliding_window) if layer.layer_type == SLIDING else FullKVCache()
+            SlidingKVCache(self.args.sliding_window, policy=policy)
+            if layer.layer_type == SLIDING
+            else FullKVCache()
             for layer in self.layers
         ]
+
+    def adopt(self, cache: Sequence[Any]) -> list[LayerCache]:
+        """Caches as `make_cache` makes them, with the contents of mlx-lm's own; see `cache.adopt`."""
+        adopted = adopt(cache, self.args.sliding_window)
+        for layer in adopted:
+            if isinstance(layer, SlidingKVCache) and layer.policy is None:
+                layer.policy = self._snapshot_policy()
+        return adopted
+
+    def _snapshot_policy(self) -> SnapshotPolicy | None:
+        layers = self.args.layer_types.count(SLIDING)
+        return self.snapshots.of_layer(layers) if self.snapshots is not None and layers else None
+
+    def _mark_snapshots(self, inputs: mx.array, cache: list[LayerCache]) -> None:
+        """Have snapshots taken of a piece of a prompt [B, L], whose ids the host has seen already."""
+        sliding = [c for c in cache if isinstance(c, SlidingKVCache) and c.policy is not None]
+        if self.snapshots is None or not sliding:
+            return
+        B, L = inputs.shape
+        starts, valid = (x if len(x) == B else x * B for x in (sliding[0].offsets, sliding[0].valid(L)))
+        rows = zip(np.array(inputs), starts, valid, strict=True)
+        marks = [self.snapshots.positions(ids[:n], start) for ids, start, n in rows]
+        for c in sliding:
+            c.mark(marks)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Checkpoint tensors under this model's names; see `weights.rename`.

@@ -1,9 +1,15 @@
-"""How mlx-lm finds this package's model, and all that this rests on inside mlx-lm.
+"""How mlx-lm finds this package's model and uses its caches, and all that this rests on inside mlx-lm.
 
 mlx-lm resolves a `model_type` by importing the module `mlx_lm.models.<model_type>`. While the plugin is
 enabled, a finder (`_hook.Finder`) answers the imports of the Spark types, and no others, with
 `mlx_lm_module.py`. `enable()` puts the finder there for one process; `register()` for every process of an
 environment.
+
+With the model come its caches. The functions of mlx-lm that trim, store, save and load caches and that load
+checkpoints get stand-ins (`wiring.py`), which leave other models' to the originals. `enable()` puts them in
+place at once. In an environment that is only registered this happens when mlx-lm first looks the model type
+up: by then it has opened that first checkpoint and a --prompt-cache-file, so that errors in those two are
+mlx's own.
 
 Each seam of mlx-lm is checked before it is used. When one has changed there is one warning that names it, and
 mlx-lm's own model stays in use.
@@ -26,7 +32,7 @@ from . import __version__, _hook
 # Module -> the names in it that the model and its caches build on.
 SEAMS = {
     "mlx_lm": ("__version__",),
-    "mlx_lm.utils": ("_get_classes",),
+    "mlx_lm.utils": ("_get_classes", "load_model"),
     "mlx_lm.models.cache": (
         "_BaseCache",
         "KVCache",
@@ -38,7 +44,10 @@ SEAMS = {
         "load_prompt_cache",
         "can_trim_prompt_cache",
         "trim_prompt_cache",
+        "LRUPromptCache",
+        "QuantizedKVCache",
     ),
+    "mlx_lm.generate": ("speculative_generate_step", "maybe_quantize_kv_cache"),
 }
 
 _SUBSTITUTE = str(Path(__file__).with_name("mlx_lm_module.py"))
@@ -67,7 +76,7 @@ class RegistrationError(RuntimeError):
 
 
 def enable() -> bool:
-    """Make mlx-lm use this package's model for `spark2_5` and `sparkx2_5` in this process.
+    """Make mlx-lm use this package's model and caches for `spark2_5` and `sparkx2_5` in this process.
 
     Holds for all of mlx-lm (load, generate, server, convert, lora, ...), whether or not it imported its own
     module before. Models that are loaded already keep their class, and processes that this one starts need
@@ -87,6 +96,7 @@ def enable() -> bool:
                 importlib.import_module(name)
         problem = _remapped()
         if problem is None:
+            _wiring().connect()
             return True
         disable()
     _warn(problem)
@@ -94,10 +104,16 @@ def enable() -> bool:
 
 
 def disable() -> None:
-    """Undo `enable()`, or what `register()` does to this process: mlx-lm uses its own model again."""
+    """Undo `enable()`, or what `register()` does to this process: mlx-lm uses its own model again.
+
+    A model that is loaded keeps its class and its caches, which mlx-lm's own functions trim, store and save less
+    well.
+    """
     global _enabled
     _enabled = False
     _hook.uninstall()
+    if f"{__package__}.wiring" in sys.modules:
+        _wiring().disconnect()
     package = sys.modules.get("mlx_lm.models")
     for name in _hook.MODULE_NAMES:
         if not _is_ours(sys.modules.get(name)):
@@ -119,6 +135,7 @@ def find_spec(name: str) -> ModuleSpec | None:
     if problem is not None:
         _warn(problem)
         return None
+    _wiring().connect()
     return importlib.util.spec_from_file_location(name, _SUBSTITUTE)
 
 
@@ -138,7 +155,7 @@ def changed_seam() -> str | None:
         importlib.import_module(f"{__package__}.model")
     except Exception as error:  # whatever it is, mlx-lm's own model still works
         return f"{__package__}.model cannot be imported ({type(error).__name__}: {error})"
-    return None
+    return _wiring().changed()
 
 
 def native_module() -> ModuleType:
@@ -246,6 +263,11 @@ def _remapped() -> str | None:
 
 def _classes(config: dict[str, Any]) -> tuple[type, type]:
     return importlib.import_module("mlx_lm.utils")._get_classes(config)
+
+
+def _wiring() -> ModuleType:
+    """Loaded late, because it loads mlx and the model."""
+    return importlib.import_module(f"{__package__}.wiring")
 
 
 def _native_spec() -> ModuleSpec | None:

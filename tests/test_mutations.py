@@ -39,7 +39,7 @@ def test_mutation_is_caught(mutation: Mutation, report: Report) -> None:
 @pytest.mark.parametrize("target", ["model.no_such_name", "model.Attention.no_such_name"])
 def test_mutation_of_a_name_that_is_gone_fails(target: str) -> None:
     mutation = Mutation(target, lambda original: None, MUTATIONS[0].check)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(AttributeError, match="model.no_such_name"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(AttributeError, match="no_such_name"):
         mutation.apply(patch)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
 
 from tests import reference
 from tests.tiny import (
@@ -202,25 +201,27 @@ def test_batch_rows_are_single_rows(variant: str) -> None:
     check_batch(variant, 100)
 
 
-def test_ragged_batch_with_mlx_lm_batch_caches() -> None:
-    """Left-padded prompts of several lengths, then decoded steps: every row as if it were alone."""
+def test_ragged_batch() -> None:
+    """Prompts of several lengths, padded on the right, then decoded steps: every row as if it were alone."""
     variant, lengths, steps = "base", (5, 40, 17, 70), 6
     model = build(VARIANTS[variant].config, weights_of(variant))
     width = max(lengths)
-    padding = [width - length for length in lengths]
-    config = VARIANTS[variant].config
-    cache = [
-        BatchKVCache(padding) if kind == F else BatchRotatingKVCache(config["sliding_window"], padding)
-        for kind in config["layer_types"]
-    ]
+    single = [model.make_cache() for _ in lengths]
+    cache = [layers[0].merge(layers) for layers in zip(*single, strict=True)]
     tokens = tokens_of(variant)[0]
-    prompts = np.stack([np.pad(tokens[:length], (width - length, 0)) for length in lengths])
-    logits = [logits_of(model, prompts, cache)]
-    for step in range(steps):
-        logits.append(logits_of(model, np.stack([tokens[[length + step]] for length in lengths]), cache))
-    joined = np.concatenate(logits, axis=1)
+    prompts = np.stack([np.pad(tokens[:length], (0, width - length)) for length in lengths])
+    for layer in cache:
+        layer.prepare(lengths=lengths, right_padding=[width - length for length in lengths])
+    prompt_logits = logits_of(model, prompts, cache)
+    for layer in cache:
+        layer.finalize()
+    decoded = [
+        logits_of(model, np.stack([tokens[[length + step]] for length in lengths]), cache)
+        for step in range(steps)
+    ]
     for row, length in enumerate(lengths):
-        assert_close(joined[row : row + 1, width - length :], expected(variant)[:, : length + steps])
+        rows = [prompt_logits[row : row + 1, :length], *(logits[row : row + 1] for logits in decoded)]
+        assert_close(np.concatenate(rows, axis=1), expected(variant)[:, : length + steps])
 
 
 def test_input_embeddings_replace_the_ids() -> None:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import mlx_lm.models
 import mlx_lm.utils
@@ -18,6 +19,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 import spark25_mlx
 from spark25_mlx import _hook, plugin
+from spark25_mlx.cache import FullKVCache, SlidingKVCache
 from spark25_mlx.config import ModelArgs
 from spark25_mlx.model import Model
 
@@ -225,6 +227,29 @@ def break_our_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "spark25_mlx.model", None)
 
 
+def break_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlx_lm_cache, "trim_prompt_cache", lambda cache, n: 0)
+
+
+def break_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(mlx_lm_cache.LRUPromptCache, "insert_cache")
+
+
+def break_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte counts kept elsewhere: only trying the store can tell."""
+
+    def init(self: Any, max_size: int = 10, max_bytes: int = 1 << 63) -> None:
+        plain(self, max_size, max_bytes)
+        self._bytes = self.__dict__.pop("_n_bytes")
+
+    plain = mlx_lm_cache.LRUPromptCache.__init__
+    monkeypatch.setattr(mlx_lm_cache.LRUPromptCache, "__init__", init)
+
+
+def break_store_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlx_lm_cache.LRUPromptCache, "trim_to", lambda self, **_: None)
+
+
 Change = Callable[[pytest.MonkeyPatch], None]
 SEAMS: list[tuple[Change, str]] = [
     (break_name, "mlx_lm.models.cache.load_prompt_cache does not exist"),
@@ -232,6 +257,10 @@ SEAMS: list[tuple[Change, str]] = [
     (break_lookup, "mlx_lm.utils._get_classes does not import"),
     (break_lookup_signature, "mlx_lm.utils._get_classes does not import"),
     (break_our_model, "spark25_mlx.model cannot be imported"),
+    (break_signature, "mlx_lm.models.cache.trim_prompt_cache has no parameter num_tokens"),
+    (break_stand_in, "mlx_lm.models.cache.LRUPromptCache.insert_cache does not exist"),
+    (break_store, "mlx_lm.models.cache.LRUPromptCache does not store caches as it did"),
+    (break_store_limits, "mlx_lm.models.cache.LRUPromptCache does not store caches as it did"),
 ]
 
 
@@ -250,6 +279,8 @@ def test_enable_with_a_changed_seam(change: Change, named: str, monkeypatch: pyt
     assert "mlx-lm's own model stays in use" in message
     assert sys.modules[NATIVE] is native
     assert sys.meta_path == before
+    monkeypatch.undo()
+    assert wired() == []
 
 
 @pytest.mark.parametrize(("change", "named"), [seam for seam in SEAMS if seam[0] is not break_module])
@@ -283,6 +314,109 @@ def test_mlx_lm_that_maps_the_type_elsewhere(
 def test_the_seam_check_leaves_no_trace() -> None:
     assert plugin.changed_seam() is None
     assert [name for name in sys.modules if "probe" in name and name.startswith("mlx_lm")] == []
+
+
+# --- stand-ins ---
+
+# Where mlx-lm has the functions that get stand-ins, by name and by import.
+FUNCTIONS = {
+    "mlx_lm.models.cache": ("trim_prompt_cache", "save_prompt_cache", "load_prompt_cache"),
+    "mlx_lm.generate": ("trim_prompt_cache", "load_prompt_cache", "speculative_generate_step"),
+    "mlx_lm.cache_prompt": ("save_prompt_cache",),
+    "mlx_lm.utils": ("load_model",),
+}
+METHODS = ("fetch_nearest_cache", "insert_cache")
+CACHES = ("FullKVCache", "SlidingKVCache", "QuantizedFullKVCache")
+
+
+def wired() -> list[str]:
+    """The names, of those that can have one, that have a stand-in or a class of ours now."""
+    places = [(sys.modules[module], name) for module, names in FUNCTIONS.items() for name in names]
+    places += [(mlx_lm_cache.LRUPromptCache, name) for name in METHODS]
+    found = [name for place, name in places if hasattr(vars(place)[name], "__wrapped__")]
+    return found + [name for name in CACHES if hasattr(mlx_lm_cache, name)]
+
+
+ALL = [name for names in FUNCTIONS.values() for name in names] + [*METHODS, *CACHES]
+
+
+@pytest.fixture(autouse=True)
+def all_modules_loaded() -> None:
+    for name in FUNCTIONS:
+        importlib.import_module(name)
+
+
+def test_enable_wires_and_disable_reverts() -> None:
+    assert wired() == []
+    before = {name: vars(sys.modules["mlx_lm.generate"])[name] for name in FUNCTIONS["mlx_lm.generate"]}
+    for _ in range(2):
+        plugin.enable()
+        assert wired() == ALL
+    for _ in range(2):
+        plugin.disable()
+        assert wired() == []
+    assert {name: vars(sys.modules["mlx_lm.generate"])[name] for name in before} == before
+
+
+def test_the_finder_wires_when_the_model_is_looked_up() -> None:
+    _hook.install()
+    assert lookup("llama") and wired() == []
+    lookup()
+    assert wired() == ALL
+    plugin.disable()
+    assert wired() == []
+
+
+def test_names_imported_before_and_while_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of mlx-lm that is loaded late, and the program itself."""
+    plain = mlx_lm_cache.trim_prompt_cache
+    early, late = ModuleType("mlx_lm._early"), ModuleType("mlx_lm._late")
+    other = ModuleType("other_package")
+    main = sys.modules["__main__"]
+    for module in (early, late, other):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for module in (early, other, main):
+        monkeypatch.setattr(module, "trim_prompt_cache", plain, raising=False)
+    plugin.enable()
+    late.trim_prompt_cache = mlx_lm_cache.trim_prompt_cache  # type: ignore[attr-defined]
+    ours = vars(late)["trim_prompt_cache"]
+    assert ours is not plain
+    assert vars(early)["trim_prompt_cache"] is vars(main)["trim_prompt_cache"] is ours
+    assert vars(other)["trim_prompt_cache"] is plain
+    plugin.disable()
+    for module in (early, late, other, main):
+        assert vars(module)["trim_prompt_cache"] is plain
+
+
+def test_a_function_of_that_name_from_elsewhere_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_model() -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(importlib.import_module("mlx_lm.lora"), "load_model", load_model, raising=False)
+    plugin.enable()
+    assert vars(sys.modules["mlx_lm.lora"])["load_model"] is load_model
+
+
+def test_caches_of_other_models_reach_the_originals() -> None:
+    plugin.enable()
+    caches = [mlx_lm_cache.KVCache(), mlx_lm_cache.RotatingKVCache(4)]
+    for cache in caches:
+        cache.update_and_fetch(*[mlx_lm_cache.mx.zeros((1, 1, 6, 2))] * 2)
+    assert mlx_lm_cache.trim_prompt_cache(caches, 2) == 0
+    assert mlx_lm_cache.trim_prompt_cache(caches[:1], 2) == 2
+    assert [cache.offset for cache in caches] == [4, 6]
+
+
+def test_trimming_is_all_or_nothing() -> None:
+    plugin.enable()
+    caches = [FullKVCache(), SlidingKVCache(8, slack=4)]
+    for cache in caches:
+        cache.append(*[mlx_lm_cache.mx.zeros((1, 1, 30, 2))] * 2)
+    with pytest.raises(ValueError, match=r"layer 1: cannot trim 9 tokens.*nothing has been trimmed"):
+        mlx_lm_cache.trim_prompt_cache(caches, 9)
+    assert [cache.offset for cache in caches] == [30, 30]
+    assert mlx_lm_cache.trim_prompt_cache(caches, 4) == 4
+    assert [cache.offset for cache in caches] == [26, 26]
 
 
 # --- registration ---

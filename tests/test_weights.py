@@ -295,6 +295,40 @@ def test_not_a_safetensors_file(save: Save, weights: Weights, content: bytes) ->
     assert str(folder / "model.safetensors") in refusal(folder)
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\ufeff{}"])
+def test_broken_config(save: Save, weights: Weights, text: str) -> None:
+    folder = save(weights)
+    (folder / "config.json").write_text(text)
+    assert refusal(folder).startswith(f"{folder / 'config.json'} is ")
+
+
+def test_config_in_another_encoding(save: Save, weights: Weights) -> None:
+    folder = save(weights)
+    (folder / "config.json").write_bytes(b"\xff\xfe{\x00}\x00")
+    assert refusal(folder).startswith(f"{folder / 'config.json'} is not text")
+
+
+def test_every_shard_is_looked_at(save: Save, weights: Weights) -> None:
+    folder = save(weights)
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").unlink()
+    (folder / "model-00001-of-00002.safetensors").write_bytes(whole)
+    (folder / "model-00002-of-00002.safetensors").write_bytes(whole[:-7])
+    message = refusal(folder)
+    assert message == (
+        f"{folder / 'model-00002-of-00002.safetensors'} is cut off: it has {len(whole) - 7} bytes of "
+        f"{len(whole)}; download it or make it again"
+    )
+
+
+def test_files_of_other_models_are_left_to_mlx_lm(save: Save, weights: Weights) -> None:
+    folder = save(weights, model_type="llama")
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(RuntimeError) as caught:
+        utils.load_model(folder)
+    assert "download it" not in str(caught.value)
+
+
 def test_equal_shapes_are_not_confused(save: Save, config: Config, weights: Weights) -> None:
     """Two matrices of one shape, swapped in the file: only the logits can tell."""
     gate, up = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"

@@ -43,6 +43,7 @@ class SlidingKVCache(LayerCache):
         # Positions from here on have not been overwritten.
         self._lows: list[int] = [0] * len(self.offsets)
         self.snapshots: list[tuple[Snapshot, ...]] = [()] * len(self.offsets)
+        self._marks: list[list[int]] = []
 
     @property
     def _limit(self) -> int:
@@ -183,10 +184,10 @@ class SlidingKVCache(LayerCache):
         super().commit(length, last)
         self._keep(before, self.offsets, self._values, self._ring_row)
 
-    def _unshare(self) -> None:
-        super()._unshare()
-        low = max(self._lows[0], self.offsets[0] + 1 - self._limit)
-        self._lows = [low, *self._lows[1:]]
+    def _unshare(self, sequence: int) -> None:
+        super()._unshare(sequence)
+        low = max(self._lows[sequence], self.offsets[sequence] + 1 - self._limit)
+        self._lows = [*self._lows[:sequence], low, *self._lows[sequence + 1 :]]
 
     def _advance(self, valid: list[int]) -> None:
         super()._advance(valid)
@@ -197,13 +198,14 @@ class SlidingKVCache(LayerCache):
     # Going back.
 
     def can_trim(self, n: int) -> bool:
-        """Whether every sequence's window n tokens ago is intact; an empty one always is."""
+        """Whether all that the next queries see is there, once the last n tokens are gone."""
         if n < 0:
             return False
         n = min(n, *self.offsets)
+        ends = [offset - n for offset in self.offsets]
+        firsts = [max(0, end - self.window + 1) for end in ends]
         return all(
-            offset == n or max(0, offset - n - self.window + 1) >= low
-            for offset, low in zip(self.offsets, self._lows, strict=True)
+            first >= low or first == end for first, low, end in zip(firsts, self._lows, ends, strict=True)
         )
 
     def trim_error(self, n: int) -> str:
@@ -262,6 +264,20 @@ class SlidingKVCache(LayerCache):
         self.offsets = [position] * batch
         self._lows = [position - length] * batch
 
+    def mark(self, positions: Sequence[list[int]]) -> None:
+        """Have snapshots kept at more positions, if there is a policy; its budget holds for them too.
+
+        Args:
+            positions: of each sequence, in or at the ends of the tokens of the next `append`.
+        """
+        self._marks = [list(own) for own in positions]
+
+    def _due(self, sequence: int, start: int, end: int) -> list[int]:
+        assert self.policy is not None
+        marks = self._marks[sequence] if self._marks else []
+        chosen = {*self.policy.due(start, end), *(p for p in marks if max(start, 1) <= p <= end)}
+        return sorted(chosen - {snapshot.position for snapshot in self.snapshots[sequence]})
+
     def _keep(
         self,
         before: list[int],
@@ -278,13 +294,14 @@ class SlidingKVCache(LayerCache):
         if self.policy is None:
             return
         for i, (start, end) in enumerate(zip(before, after, strict=True)):
-            for position in self.policy.due(start, end):
+            for position in self._due(i, start, end):
                 kept = (*self.snapshots[i], self._gather(source(), i, position, index))
                 self.snapshots = [
                     *self.snapshots[:i],
                     self.policy.within_budget(kept),
                     *self.snapshots[i + 1 :],
                 ]
+        self._marks = []
 
     def _gather(
         self, source: list[mx.array], sequence: int, position: int, index: Callable[[int, int], int]

@@ -164,7 +164,8 @@ class LayerCache:
             layout = self._buffers
         self._fit(max(self.offsets) + length, layout)
         if self._shared:
-            self._unshare()
+            # A sequence that gets a token has a row that is free for it.
+            self._unshare(next(i for i, n in enumerate(self.valid(length)) if n))
         return self._decode(self._buffers)
 
     def commit(self, length: int, last: mx.array) -> None:
@@ -198,14 +199,16 @@ class LayerCache:
         self._shared = True
         return self._buffers
 
-    def _unshare(self) -> None:
+    def _unshare(self, sequence: int) -> None:
         """Make the buffers this cache's own.
 
         An update of one row is donated the buffer if nobody else holds it, and copies it otherwise. The row
-        is the first sequence's next one, which is free.
+        is the sequence's next one.
         """
-        slot = self.offsets[0] % self._limit
-        self._buffers = [put_rows(x, mx.zeros((1, 1, 1, 1), x.dtype), slot) for x in self._values()]
+        slot = self.offsets[sequence] % self._limit
+        zeros = [mx.zeros((1, x.shape[1], 1, x.shape[3]), x.dtype) for x in self._buffers]
+        pairs = zip(self._values(), zeros, strict=True)
+        self._buffers = [put_rows(x, zero, slot, sequence) for x, zero in pairs]
         self._shared = False
 
     def _admit(self, rows: Sequence[mx.array]) -> None:
@@ -432,14 +435,17 @@ def _kind(x: mx.array) -> tuple[int, int, mx.Dtype]:
     return x.shape[1], x.shape[3], x.dtype
 
 
-def put_rows(buffer: mx.array, rows: mx.array, start: int) -> mx.array:
-    """The buffer [B, KV, n, D] with other rows [b, KV, m, D] from `start` on in its first b sequences.
+def put_rows(buffer: mx.array, rows: mx.array, start: int, sequence: int = 0) -> mx.array:
+    """The buffer [B, KV, n, D] with other rows [b, KV, m, D] from `start` on in sequences `sequence`, ...
 
     The result is a new value; the buffer's memory is reused if nobody else holds it.
     """
+    if rows.shape == buffer.shape:
+        # An assignment to all items would make the rows themselves, strides and all, the buffer.
+        return mx.pad(rows, [(0, 0)] * rows.ndim)
     # A new handle of the same value: assignment to items rebinds the handle, and others may hold the old one.
     updated = buffer[...]
-    updated[: rows.shape[0], :, start : start + rows.shape[2]] = rows
+    updated[sequence : sequence + rows.shape[0], :, start : start + rows.shape[2]] = rows
     return updated
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from importlib import import_module
 from pathlib import Path
 
 from .. import _hook, plugin
+from ..checkpoint import json_object, read_config
 
 # The beginning of an mlx-lm error that does not say what was wrong with the input -> one that does.
 _CLEARER = {
@@ -55,11 +55,9 @@ def check_config(model: Path) -> dict[str, object]:
     Raises:
         ValueError: there is none, it is no JSON object, or it does not name its `model_type`.
     """
-    file = model / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{file} does not exist; a model's directory must hold config.json")
-    config = _json_object(str(file), file.read_text())
+    config = read_config(model)
     if not isinstance(config.get("model_type"), str):
+        file = model / "config.json"
         raise ValueError(f"{file}: model_type is {config.get('model_type')!r}; it must be a string")
     return config
 
@@ -81,20 +79,10 @@ def _check_flags(argv: list[str]) -> None:
         raise ValueError(f"--prefill-step-size is {step}; it must be at least 1")
     template = _flag(argv, "--chat-template-config")
     if template is not None:
-        _json_object("--chat-template-config", template)
+        json_object("--chat-template-config", template)
     model = _flag(argv, "--model", "--hf-path")
     if model is not None and Path(model).is_dir():
         check_config(Path(model))
-
-
-def _json_object(what: str, text: str) -> dict[str, object]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{what} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{what} is {value!r}; it must be a JSON object")
-    return value
 
 
 def _clearer(error: Exception, argv: list[str]) -> str | None:

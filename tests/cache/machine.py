@@ -7,6 +7,7 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -75,7 +76,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.kernel = self._context.enter_context(kernel_writes())
         # Buffers of small windows grow in small steps, so that they grow at all.
         patch = self._context.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(storage, "_STEP", min(256, self.window // 2))
+        patch.setattr(storage, "_STEP", max(1, min(256, self.window // 2)))
 
     def _fresh(self) -> Session:
         policy = (
@@ -96,8 +97,8 @@ class CacheMachine(RuleBasedStateMachine):
     def _length(self, kind: int, session: Session) -> int:
         """A length from a table that has the window's and the ring's edges in it."""
         ring = self.window + self.slack
-        table = (1, 1, 1, 2, 3, 7, self.slack + 1, self.window - 1, self.window, self.window + 1)
-        table += (ring - 1, ring, ring + 1, 2 * ring + 3, 300, 1500)
+        edges = (self.slack + 1, self.window - 1, self.window, self.window + 1, ring - 1, ring, ring + 1)
+        table = (1, 1, 1, 2, 3, 7, *edges, 2 * ring + 3, 300, 1500)
         return max(1, min(table[kind % len(table)], _LONGEST - session.longest))
 
     def _tokens(self, session: Session, length: int, valid: list[int]) -> np.ndarray:
@@ -144,17 +145,23 @@ class CacheMachine(RuleBasedStateMachine):
         step = max(step, max(lengths) // 4) if not in_place else step
         for layer in session.layers:
             layer.prepare(lengths=lengths, right_padding=[max(lengths) - n for n in lengths])
+        try:
+            self._prefill(session, lengths, step, in_place)
+        finally:
+            for layer in session.layers:
+                layer.finalize()
+
+    def _prefill(self, session: Session, lengths: list[int], step: int, in_place: bool) -> None:
         done = 0
         while done < max(lengths):
-            length = min(step if not in_place or done < 12 else most, max(lengths) - done)
+            length = min(step if not in_place or done < 12 else max(lengths), max(lengths) - done)
             valid = [min(length, max(0, n - done)) for n in lengths]
-            self._write(session, length, valid) if in_place and done < 12 else self._append(
-                session, length, valid
-            )
+            if in_place and done < 12:
+                self._write(session, length, valid)
+            else:
+                self._append(session, length, valid)
             mx.eval([layer.state for layer in session.layers])
             done += length
-        for layer in session.layers:
-            layer.finalize()
 
     # Going back.
 
@@ -234,11 +241,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     # Copies and files.
 
-    @rule(i=st.integers(0, 3), j=st.integers(0, 3))
-    def deepcopy(self, i: int, j: int) -> None:
+    @rule(i=st.integers(0, 3), j=st.integers(0, 3), write=st.booleans())
+    def deepcopy(self, i: int, j: int, write: bool) -> None:
         session = self._session(i)
-        layers = copy.deepcopy(session.layers)
-        self._add(Session(layers, [s.copy() for s in session.sequences]), j)
+        other = Session(copy.deepcopy(session.layers), [s.copy() for s in session.sequences])
+        if write:
+            for own in (session, other):
+                self._write(own, 1, [1] * len(own.sequences))
+        self._add(other, j)
 
     @rule(i=st.integers(0, 3), lazily=st.booleans())
     def hold_state(self, i: int, lazily: bool) -> None:
@@ -326,7 +336,7 @@ class CacheMachine(RuleBasedStateMachine):
             for layer in session.layers:
                 assert layer.offsets == lengths
                 assert layer.empty() == (max(lengths) == 0)
-                offset = layer.offset
+                offset: Any = layer.offset
                 assert offset == lengths[0] if len(lengths) == 1 else offset.tolist() == lengths
 
     def _check_snapshots(self, sequence: Sequence_, kept: tuple[Snapshot, ...]) -> None:

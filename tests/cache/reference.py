@@ -196,7 +196,7 @@ class KernelWrites:
         self.evaluated(write.previous)
         for buffer, rows in zip(write.buffers, write.rows, strict=True):
             mx.eval(buffer)
-            memory = np.asarray(memoryview(buffer))
+            memory = np.array(buffer, copy=False)
             assert memory.flags.c_contiguous and memory.flags.writeable
             for i, (slots, n) in enumerate(zip(write.slots, write.valid, strict=True)):
                 memory[i][:, slots] = rows[i][:, :n]

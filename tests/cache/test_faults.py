@@ -18,8 +18,9 @@ from .machine import machine
 _write_ring = SlidingKVCache._write_ring
 _copy = LayerCache.copy
 _fit = LayerCache._fit
+_stacked = LayerCache._stacked
 _advance = SlidingKVCache._advance
-_state = LayerCache.state.fget  # type: ignore[attr-defined]
+_state = vars(LayerCache)["state"].fget
 _ring_mask = SlidingKVCache._ring_mask
 
 
@@ -65,7 +66,7 @@ def grown_at_the_front(self: LayerCache, tokens: int, layout: Any) -> None:
     before = self.capacity
     _fit(self, tokens, layout)
     if before:
-        self._buffers = [mx.roll(x, self.capacity - before, axis=2) for x in self._values()]
+        self._buffers = [mx.roll(x, self.capacity - before, 2) for x in self._values()]
 
 
 def trim_by_one_less(self: SlidingKVCache, offsets: list[int]) -> None:
@@ -80,11 +81,8 @@ def snapshots_survive_trimming(self: SlidingKVCache, offsets: list[int]) -> None
     LayerCache._rewind(self, offsets)
 
 
-def merged_without_alignment(self: LayerCache, rows: int, layout: Any) -> list[mx.array]:
-    return [
-        mx.pad(x, [(0, 0), (0, 0), (max(0, rows - x.shape[2]), 0), (0, 0)])[:, :, :rows]
-        for x in self._values()
-    ]
+def merged_aligned_at_the_end(self: LayerCache, rows: int, layout: Any) -> list[mx.array]:
+    return [mx.roll(x, rows - self.size(), 2) for x in _stacked(self, rows, layout)]
 
 
 FAULTS: list[tuple[type, str, Any, str]] = [
@@ -96,10 +94,10 @@ FAULTS: list[tuple[type, str, Any, str]] = [
     (SlidingKVCache, "_rewind", snapshots_survive_trimming, "snapshots_survive_trimming"),
     (GrowingKVCache, "_rewind", full_trim_by_one_more, "full_trim_by_one_more"),
     (LayerCache, "copy", copy_not_shared, "copy_not_shared"),
-    (LayerCache, "state", property(state_not_shared), "state_not_shared"),
+    (LayerCache, "state", vars(LayerCache)["state"].getter(state_not_shared), "state_not_shared"),
     (LayerCache, "sync", writes_not_awaited, "writes_not_awaited"),
     (LayerCache, "_fit", grown_at_the_front, "grown_at_the_front"),
-    (LayerCache, "_stacked", merged_without_alignment, "merged_without_alignment"),
+    (LayerCache, "_stacked", merged_aligned_at_the_end, "merged_aligned_at_the_end"),
 ]
 
 

@@ -14,12 +14,12 @@ _THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
 # (window, slack, snapshot every n tokens) -> examples of the default run.
 GEOMETRIES = {
-    (8, 0, None): 400,
-    (8, 4, 5): 600,
+    (8, 0, None): 500,
+    (8, 4, 5): 500,
     (8, 64, None): 250,
-    (64, 0, 50): 200,
+    (64, 0, 50): 250,
     (64, 4, None): 250,
-    (64, 64, 100): 200,
+    (64, 64, 100): 250,
     (512, 64, 300): 100,
     (512, 4, None): 100,
 }

@@ -11,7 +11,9 @@ _FORMATS = {mx.bfloat16: (8, -126), mx.float16: (11, -14), mx.float32: (24, -126
 
 
 def to_float64(x: mx.array) -> np.ndarray:
-    return np.array(x.astype(mx.float32)).astype(np.float64)
+    # Some NaNs are signalling ones.
+    with np.errstate(invalid="ignore"):
+        return np.array(x.astype(mx.float32)).astype(np.float64)
 
 
 def random(shape: tuple[int, ...], dtype: mx.Dtype, seed: int, scale: float = 1.0) -> mx.array:
@@ -24,6 +26,12 @@ def ulp(x: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
     bits, smallest = _FORMATS[dtype]
     _, exponent = np.frexp(x)
     return np.ldexp(1.0, np.maximum(exponent - 1, smallest) - bits + 1)
+
+
+def rounded(x: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
+    """The nearest numbers of the dtype, ties to even, as float64."""
+    step = ulp(x, dtype)
+    return np.asarray(np.rint(x / step) * step)
 
 
 def assert_rounded_once(

@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 
 from spark25_mlx.custom_kernels.geglu import geglu, geglu_reference
+from tests.kernels.backends import Backend
 from tests.kernels.rounding import DTYPES, assert_rounded_once, random, to_float64, ulp
 
 GeGLU = Callable[..., mx.array]
-# The second is the kernel where one runs, and otherwise the reference again.
-IMPLEMENTATIONS = {"reference": geglu_reference, "default": geglu}
-
-implementations = pytest.mark.parametrize("run", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS.keys())
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+
+
+@pytest.fixture
+def run(backend: Backend) -> GeGLU:
+    return backend.pick(geglu, geglu_reference)
 
 
 def oracle(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
@@ -33,29 +35,34 @@ def fp32_error(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 
 
 def every_bf16() -> mx.array:
-    """All finite bf16 numbers; two zeros among them."""
-    bits = np.arange(1 << 16, dtype=np.uint32) << 16
-    values = bits.view(np.float32)
-    return mx.array(values[np.isfinite(values)]).astype(mx.bfloat16)
+    """All 65,536 numbers, infinities and NaNs included."""
+    return mx.arange(1 << 16, dtype=mx.uint32).astype(mx.uint16).view(mx.bfloat16)
 
 
-@implementations
-def test_every_bf16_gate(run: GeGLU) -> None:
+@pytest.mark.parametrize("concatenated", [False, True])
+def test_every_bf16_gate(run: GeGLU, concatenated: bool) -> None:
     gate = every_bf16()
-    assert gate.size == 2 * (1 << 15) - 2 * (1 << 7)
     up = mx.ones_like(gate)
-    z = to_float64(gate)
+    # Two rows, so that a fused row's width matters.
+    rows = [gate.reshape(2, -1), up.reshape(2, -1)]
+    actual = run(mx.concatenate(rows, axis=-1)) if concatenated else run(*rows)
+    every, out = to_float64(gate), to_float64(actual).flatten()
+    np.testing.assert_array_equal(np.isnan(out), np.isnan(every))
+    assert out[every == math.inf] == math.inf
+    assert out[every == -math.inf] == 0.0
+
+    finite = np.isfinite(every)
+    z, actual = every[finite], actual.flatten()[mx.array(np.flatnonzero(finite))]
+    assert z.size == 2 * (1 << 15) - 2 * (1 << 7)
     exact = oracle(z, np.ones_like(z))
-    assert_rounded_once(run(gate, up), exact, mx.bfloat16, fp32_error(z, np.ones_like(z)))
-    actual = to_float64(run(gate, up))
+    assert_rounded_once(actual, exact, mx.bfloat16, fp32_error(z, np.ones_like(z)))
     normal = np.abs(exact) >= 2.0**-126
-    error = np.abs(actual - exact)[normal] / ulp(exact[normal], mx.bfloat16)
+    error = np.abs(out[finite] - exact)[normal] / ulp(exact[normal], mx.bfloat16)
     print(f"\nbf16 GELU: largest error {error.max():.4f} ulp, at {z[normal][error.argmax()]}")
     assert error.max() <= 0.51
-    assert (actual * np.sign(z) >= 0).all()
+    assert (out[finite] * np.sign(z) >= 0).all()
 
 
-@implementations
 @dtypes
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 7), (1, 1, 80), (3, 129), (1, 5, 1000)])
 @pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
@@ -65,7 +72,6 @@ def test_random_values(run: GeGLU, dtype: mx.Dtype, shape: tuple[int, ...], scal
     assert_rounded_once(run(gate, up), oracle(z, u), dtype, fp32_error(z, u))
 
 
-@implementations
 @dtypes
 def test_halves_of_a_fused_projection(run: GeGLU, dtype: mx.Dtype) -> None:
     """Concatenated in one argument, or as two that are not contiguous."""
@@ -75,7 +81,6 @@ def test_halves_of_a_fused_projection(run: GeGLU, dtype: mx.Dtype) -> None:
         assert_rounded_once(out, oracle(z, u), dtype, fp32_error(z, u))
 
 
-@implementations
 @dtypes
 def test_large_and_special_values(run: GeGLU, dtype: mx.Dtype) -> None:
     gate = mx.array([math.nan, math.inf, -math.inf, 6e4, -6e4, 0.0]).astype(dtype)
@@ -85,7 +90,6 @@ def test_large_and_special_values(run: GeGLU, dtype: mx.Dtype) -> None:
     assert finite == [0.0, to_float64(gate)[3], 0.0, 0.0]
 
 
-@implementations
 def test_nan_of_up_is_kept(run: GeGLU) -> None:
     (value,) = to_float64(run(mx.ones(1), mx.array([math.nan])))
     assert math.isnan(value)

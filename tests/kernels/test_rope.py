@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
 
@@ -10,7 +11,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from spark25_mlx.custom_kernels.rope import inverse_frequencies, rope_cos_sin, rope_turns
+from spark25_mlx.custom_kernels.rope import inverse_frequencies, rope_cos_sin, rope_table, rope_turns
+from tests.kernels.backends import Backend
+
+Table = Callable[[mx.array, int, mx.array], tuple[mx.array, mx.array]]
 
 # (theta, r) of the published layer classes, full then sliding.
 PUBLISHED = [(5e6, 64), (1e6, 64), (1e4, 256)]
@@ -93,12 +97,12 @@ def test_turns_are_the_nearest_integers(theta: float, dims: int) -> None:
 
 @published
 def test_distance_to_exact_phases(theta: float, dims: int) -> None:
-    """At every position as good as fp32 can be. Beside it: fp32 products, and mlx's own rope."""
+    """At every position as good as fp32 can be. Beside it: Hugging Face's fp32 products, and mlx's rope."""
     half = dims // 2
     frequencies = inverse_frequencies(theta, dims)
     unit = mx.concatenate([mx.ones((1, 1, 1, half)), mx.zeros((1, 1, 1, half))], axis=-1)
     print(f"\nlargest error of cos and sin, theta {theta:g}, {dims} dimensions")
-    print(f"{'position':>10} {'ours':>9} {'fp32 product':>13} {'mx.fast.rope':>13}")
+    print(f"{'position':>10} {'ours':>9} {'HF, fp32':>13} {'mx.fast.rope':>13}")
     for position in POSITIONS:
         exact = oracle(theta, dims, [position])
         ours = distance(*rope_cos_sin(rope_turns(theta, dims), mx.array([position])), exact)
@@ -131,12 +135,25 @@ def test_shapes_and_dtypes_of_positions(shape: tuple[int, ...], dtype: mx.Dtype)
     assert distance(cos.reshape(-1, 3), sin.reshape(-1, 3), exact) <= TOLERANCE
 
 
-def test_negative_positions_turn_backwards() -> None:
-    """The padding in front of a ragged batch's shorter rows; masked, but it must not be NaN."""
-    turns = rope_turns(1e4, 8)
-    forwards, backwards = (rope_cos_sin(turns, mx.array([sign * 17])) for sign in (1, -1))
-    np.testing.assert_allclose(np.array(backwards[0]), np.array(forwards[0]), atol=TOLERANCE)
-    np.testing.assert_allclose(np.array(backwards[1]), -np.array(forwards[1]), atol=TOLERANCE)
+def table_reference(positions: mx.array, length: int, turns: mx.array) -> tuple[mx.array, mx.array]:
+    """`rope_table` in mx ops."""
+    return rope_cos_sin(turns, positions[:, None] + mx.arange(length))
+
+
+def assert_table(run: Table, positions: list[int], length: int, dims: int) -> None:
+    cos, sin = run(mx.array(positions, dtype=mx.int32), length, rope_turns(1e4, dims))
+    assert cos.dtype == sin.dtype == mx.float32
+    assert cos.shape == sin.shape == (len(positions), length, dims // 2)
+    exact = oracle(1e4, dims, [start + i for start in positions for i in range(length)])
+    assert distance(cos.reshape(-1, dims // 2), sin.reshape(-1, dims // 2), exact) <= TOLERANCE
+
+
+@pytest.mark.parametrize("dims", [2, 6, 64, 96, 256])
+def test_table(backend: Backend, dims: int) -> None:
+    run = backend.pick(rope_table, table_reference)
+    assert_table(run, [0], 1, dims)
+    assert_table(run, [1_048_575, 0, 2_147_000_000], 1, dims)
+    assert_table(run, [511, 1_048_570], 8, dims)
 
 
 def test_relative_phases_hold_at_a_million() -> None:

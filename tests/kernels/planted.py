@@ -1,0 +1,305 @@
+"""Bugs planted into the kernels, and what catches each; `python -m tests.metal_sim.planted` shows the table.
+
+A row replaces a text of the kernel or of its headers, which are read without comments and indentation. Its
+subject launches the kernel on small inputs and asserts the values against float64.
+
+A launch that does not bind `after` has no text to replace, and launches run in order here, whatever they
+bind: the tests named `test_after_is_bound` look at the launch itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from spark25_mlx.custom_kernels.add_rms_norm import add_rms_norm
+from spark25_mlx.custom_kernels.backend import Factory
+from spark25_mlx.custom_kernels.decode_linear import linear_add, norm_geglu, norm_qkv
+from spark25_mlx.custom_kernels.geglu import geglu
+from spark25_mlx.custom_kernels.head_gate import head_gate, project_gate
+from spark25_mlx.custom_kernels.qkv_rope import qkv_rope
+from spark25_mlx.custom_kernels.rope import rope_table
+from tests.kernels import (
+    test_add_rms_norm,
+    test_decode_attention,
+    test_decode_linear,
+    test_geglu,
+    test_head_gate,
+    test_qkv_rope,
+    test_rope,
+)
+from tests.kernels.backends import SIMULATOR, Backend, through
+from tests.kernels.rounding import assert_rounded_once, random, to_float64
+from tests.kernels.test_decode_attention import Case
+from tests.kernels.test_decode_linear import random_weight
+from tests.metal_sim import Kind
+from tests.metal_sim.planted import NOTHING, WRONG_VALUES, Planted, Subject
+
+_SIMULATOR = Backend(SIMULATOR)
+
+
+def _add_rms_norm() -> None:
+    for scale in (3.0, 1e-3):
+        residual, delta = (
+            random((2, 1, 161), mx.float32, 0, scale),
+            random((2, 1, 161), mx.bfloat16, 1, scale),
+        )
+        weight = random((161,), mx.bfloat16, 2)
+        test_add_rms_norm.assert_added_and_normed(add_rms_norm, residual, delta, weight, 1e-6)
+
+
+def _geglu() -> None:
+    for dtype in (mx.bfloat16, mx.float32):
+        both = random((3, 600), dtype, 0, 2.0)
+        z, u = to_float64(both)[:, :300], to_float64(both)[:, 300:]
+        error = test_geglu.fp32_error(z, u)
+        for out in (geglu(both), geglu(both[:, :300], both[:, 300:])):
+            assert_rounded_once(out, test_geglu.oracle(z, u), dtype, error)
+    shut = geglu(mx.array([[-mx.inf]]), mx.ones((1, 1)))
+    assert to_float64(shut).item() == 0.0
+
+
+def _head_gate() -> None:
+    x, scores = random((2, 3, 5, 32), mx.bfloat16, 0), random((2, 5, 3), mx.bfloat16, 1, 3.0)
+    for mode in ("sigmoid", "silu"):
+        test_head_gate.assert_gated(head_gate, x, scores, mode)
+    shut = head_gate(mx.ones((1, 1, 1, 32)), mx.array([[[-mx.inf]]]), mode="silu")
+    assert to_float64(shut).tolist() == [[[0.0] * 32]]
+
+
+def _project_gate() -> None:
+    x, hidden = random((2, 3, 5, 96), mx.bfloat16, 0), random((2, 5, 130), mx.bfloat16, 1)
+    weight, bias = random((3, 130), mx.bfloat16, 2, 0.2), random((3,), mx.bfloat16, 3)
+    test_head_gate.assert_projected_and_gated(project_gate, x, hidden, weight, bias, "silu")
+
+
+def _rope_table() -> None:
+    test_rope.assert_table(rope_table, [1_048_573, 5], 3, 24)
+
+
+def _qkv_rope() -> None:
+    for dtype in (mx.bfloat16, mx.float32):
+        qkv = random((2, 3, 8 * 64), dtype, 0)
+        test_qkv_rope.assert_split_and_rotated(qkv_rope, qkv, [1_048_573, 5], 24, 4, 2)
+
+
+def _qkv_rope_append() -> None:
+    append = test_qkv_rope.appending(_SIMULATOR)
+    for capacity, positions, lengths in ((7, [5, 1_000_003], [3, 2]), (2, [1, 0], [3, 3])):
+        qkv = random((2, 3, 6 * 32), mx.bfloat16, 0)
+        test_qkv_rope.assert_appended(append, qkv, capacity, positions, lengths, 8, 2, 2)
+
+
+def _decode_attention() -> None:
+    ring = Case([2, 9, 57], L=3, n_heads=2, dims=32, capacity=11, window=9)
+    full = Case([0, 9, 100], L=2, n_heads=4, n_kv_heads=2, dims=8, capacity=104, dtype=mx.bfloat16)
+    many_heads = Case([40], n_heads=8, D=128, dims=16, mode="silu", dtype=mx.float16, most_keys=2048)
+    rounds = Case([200], n_heads=2, capacity=201, most_keys=1)
+    for case in (ring, full, many_heads, rounds):
+        test_decode_attention.check(_SIMULATOR, case)
+
+
+def _norm_qkv() -> None:
+    for bits, group in ((16, 0), (4, 32)):
+        weight = random_weight(35, 192, mx.bfloat16, bits, group, 1)
+        gate_weight = random((5, 192), mx.bfloat16, 2, 192**-0.5)
+        for scale in (3.0, 1e-3):
+            test_decode_linear.assert_qkv(norm_qkv, weight, gate_weight, scale)
+
+
+def _norm_geglu() -> None:
+    for bits, group in ((16, 0), (8, 64)):
+        gate, up = (random_weight(13, 640, mx.float16, bits, group, seed) for seed in (1, 2))
+        test_decode_linear.assert_geglu(norm_geglu, gate, up, mx.float16)
+
+
+def _linear_add() -> None:
+    for bits, group in ((16, 0), (8, 32)):
+        weight = random_weight(35, 192, mx.bfloat16, bits, group, 1)
+        test_decode_linear.assert_added(linear_add, weight, mx.bfloat16)
+
+
+def _subject(name: str, test: Callable[[], None]) -> Subject:
+    def run(factory: Factory) -> None:
+        with through(factory):
+            test()
+
+    return Subject(name, run)
+
+
+# One for each kernel; the attention and the merge of its parts are one call.
+SUBJECTS: dict[str, Subject] = {
+    name: _subject(name, test)
+    for name, test in {
+        "add_rms_norm": _add_rms_norm,
+        "geglu": _geglu,
+        "head_gate": _head_gate,
+        "project_gate": _project_gate,
+        "rope_table": _rope_table,
+        "qkv_rope": _qkv_rope,
+        "qkv_rope_append": _qkv_rope_append,
+        "decode_attention": _decode_attention,
+        "merge_gate": _decode_attention,
+        "norm_qkv": _norm_qkv,
+        "norm_geglu": _norm_geglu,
+        "linear_add": _linear_add,
+    }.items()
+}
+
+_BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
+_REVERSE = {"order": "reverse"}
+
+TABLE: tuple[Planted, ...] = (
+    # Synchronisation
+    Planted("add_rms_norm", "no barrier before the sum", _BARRIER, "", Kind.UNINITIALISED),
+    Planted("add_rms_norm", "no barrier before the sum, other order", _BARRIER, "", Kind.RACE, _REVERSE),
+    Planted("add_rms_norm", "barrier of the wrong memory", "mem_threadgroup", "mem_device", Kind.RACE),
+    Planted("add_rms_norm", "barrier that some threads skip", _BARRIER,
+            "if (thread_index < 40) " + _BARRIER, Kind.BARRIER),
+    Planted("project_gate", "no barrier before the sum", _BARRIER, "", Kind.RACE, _REVERSE),
+    Planted("decode_attention", "no barrier after the maxima", _BARRIER + "for (uint h", "for (uint h",
+            Kind.UNINITIALISED),
+    Planted("decode_attention", "no barrier between two heads", _BARRIER + "}", "}", Kind.RACE),
+    Planted("decode_attention", "no barrier before the outputs' sum", _BARRIER + "const size_t part",
+            "const size_t part", Kind.RACE, _REVERSE),
+    Planted("decode_attention", "every tile writes the keys, told to mind", " && tile % (TILES / KV) == 0",
+            "",
+            Kind.RACE, {"same_value_races": True}),
+    Planted("merge_gate", "no barrier before the sum", _BARRIER + "const float score", "const float score",
+            Kind.RACE),
+    Planted("linear_add", "no barrier before the parts' sum", _BARRIER, "", Kind.UNINITIALISED),
+    Planted("linear_add", "every part writes", "if (part != 0) return;\n", "", Kind.OUT_OF_BOUNDS),
+    Planted("qkv_rope_append", "later tokens overwrite in any order", " || l + capacity < valid", "",
+            Kind.RACE),
+    # Windows and rings
+    Planted("decode_attention", "window one key too long: a row that is being written",
+            "? position + 1 - WINDOW",
+            "? position - WINDOW", Kind.RACE),
+    Planted("decode_attention", "window one key too short", "? position + 1 - WINDOW",
+            "? position + 2 - WINDOW",
+            WRONG_VALUES),
+    Planted("decode_attention", "rows not reduced to the ring", "begin % capacity", "begin",
+            Kind.OUT_OF_BOUNDS),
+    Planted("decode_attention", "no wrap within a split", "if (row >= capacity) row -= capacity;\n", "",
+            Kind.OUT_OF_BOUNDS),
+    Planted("decode_attention", "new key at the row of the first token", "(offset + t) % capacity",
+            "offset % capacity", Kind.RACE),
+    Planted("decode_attention", "ring one row shorter", "(offset + t) % capacity",
+            "(offset + t) % (capacity - 1)", Kind.RACE),
+    Planted("decode_attention", "tokens see the future", "t <= l && split == 0", "t < L && split == 0",
+            WRONG_VALUES),
+    Planted("decode_attention", "token does not see itself", "float(T(key[i]", "-1e3f * float(T(key[i]",
+            WRONG_VALUES),
+    Planted("decode_attention", "every split adds the new keys", "t <= l && split == 0", "t <= l",
+            WRONG_VALUES),
+    Planted("decode_attention", "last keys of a split lost", "(count + splits - 1) / splits",
+            "count / splits", WRONG_VALUES),
+    Planted("decode_attention", "window of the first token for all", "position = offset + l",
+            "position = offset", WRONG_VALUES),
+    Planted("decode_attention", "phases of the first token for all",
+            "(size_t(b) * L + l) * (R / 2) + frequency",
+            "size_t(b) * L * (R / 2) + frequency", WRONG_VALUES),
+    Planted("rope_table", "position of the first token for all", "uint(positions[b]) + l",
+            "uint(positions[b])",
+            WRONG_VALUES),
+    Planted("rope_table", "no bounds check", "if (j >= R / 2) return;\n", "", Kind.OUT_OF_BOUNDS),
+    Planted("rope_table", "cosines for sines", "sines[at] = s", "sines[at] = c", WRONG_VALUES),
+    Planted("decode_attention", "position of the first token for all", "position = offset + l",
+            "position = offset", WRONG_VALUES),
+    Planted("qkv_rope_append", "ring one row longer", "position % capacity", "position % (capacity + 1)",
+            WRONG_VALUES),
+    Planted("qkv_rope_append", "padding is written", "l >= valid || ", "", WRONG_VALUES),
+    Planted("qkv_rope_append", "values written over keys", "is_key ? keys : values", "is_key ? keys : keys",
+            Kind.RACE),
+    # Strides and indices
+    Planted("geglu", "stride of one half", "row * (2 * I) + i", "row * I + i", WRONG_VALUES),
+    Planted("geglu", "no bounds check", "if (i >= I) return;\n", "", Kind.OUT_OF_BOUNDS),
+    Planted("add_rms_norm", "no bounds check", "if (i < H) x[", "x[", Kind.OUT_OF_BOUNDS),
+    Planted("add_rms_norm", "last element left out", "if (i < H) x[", "if (i < H - 1) x[", Kind.UNWRITTEN),
+    Planted("head_gate", "heads and tokens exchanged", "(token / L * H + head) * L + token % L",
+            "(token / L * L + token % L) * H + head", WRONG_VALUES),
+    Planted("qkv_rope", "values taken for keys", "head < H + KV;", "head < H + KV + 1;", Kind.RACE),
+    Planted("qkv_rope", "neighbours as pairs", "pair + R / 2 : first + 1", "pair + 1 : first + 1", Kind.RACE),
+    Planted("qkv_rope", "row without the values", "(H + 2 * KV) + head", "(H + KV) + head", WRONG_VALUES),
+    Planted("qkv_rope", "position of the first token for all", "uint(positions[b]) + l", "uint(positions[b])",
+            WRONG_VALUES),
+    Planted("merge_gate", "statistics of the neighbouring part", "stats[2 * (first + lane + 32 * i) + 1]",
+            "stats[2 * (first + lane + 32 * i + 1) + 1]", Kind.OUT_OF_BOUNDS),
+    Planted("merge_gate", "first part only", "j < splits; j += SIMDS", "j < 1; j += SIMDS", WRONG_VALUES),
+    Planted("merge_gate", "no more than 32 parts", "j < 32 ? low : high", "low", WRONG_VALUES),
+    Planted("linear_add", "rows beyond the matrix", "metal::min(first_row + r, uint(N) - 1)",
+            "(first_row + r)",
+            Kind.OUT_OF_BOUNDS),
+    Planted("norm_qkv", "gate rows beyond their matrix", "metal::min(first_row + r, uint(H) - 1)",
+            "(first_row + r)", Kind.OUT_OF_BOUNDS),
+    Planted("norm_qkv", "last columns not cut off", "if (from >= SEGMENT) continue;\n", "",
+            Kind.OUT_OF_BOUNDS),
+    Planted("norm_qkv", "scale of the neighbouring group", "float(scales[group])", "float(scales[group + 1])",
+            Kind.OUT_OF_BOUNDS),
+    Planted("norm_qkv", "codes high bits first", "x[PER_WORD * j + i]", "x[PER_WORD * j + PER_WORD - 1 - i]",
+            WRONG_VALUES),
+    Planted("norm_qkv", "no barrier before the norm is used", _BARRIER + "sum = 0.0f;", "sum = 0.0f;",
+            Kind.UNINITIALISED),
+    Planted("norm_geglu", "up projection's scales for the gate", "float(scales[", "float(up_scales[",
+            WRONG_VALUES),
+    Planted("norm_geglu", "bias of a group added once a lane", "* x_sum", "* 1.0f", WRONG_VALUES),
+    Planted("linear_add", "parts start at the wrong column", "part * SEGMENT + from", "part * 32 * V + from",
+            Kind.OUT_OF_BOUNDS),
+    # Numbers
+    Planted("add_rms_norm", "epsilon forgotten", " + eps", "", WRONG_VALUES),
+    Planted("norm_qkv", "epsilon forgotten", " + eps", "", WRONG_VALUES),
+    Planted("add_rms_norm", "rounded before the weight", "float(weight[i]) * (values[j] * scale)",
+            "float(weight[i]) * float(T(values[j] * scale))", WRONG_VALUES),
+    Planted("add_rms_norm", "residual stream rounded to the dtype", "h[row + i] = values[j]",
+            "h[row + i] = float(T(values[j]))", WRONG_VALUES),
+    Planted("add_rms_norm", "uninitialised sum", "float squares = 0.0f;", "float squares;",
+            Kind.UNINITIALISED),
+    Planted("geglu", "wrong digit of a coefficient", "p * t + 1.48851587f", "p * t + 1.48861587f",
+            WRONG_VALUES),
+    Planted("geglu", "NaN for a gate of -inf", "tail == 0.0f ? 0.0f : ", "", WRONG_VALUES),
+    Planted("head_gate", "NaN for a gate that is shut", "gate == 0.0f ? 0.0f : ", "", WRONG_VALUES),
+    Planted("qkv_rope", "phase in fp32", "float(as_type<int>(phase)) * 1.4629180792671596e-9f",
+            "float(position) * (float(turn) * 3.4061216e-19f)", WRONG_VALUES),
+    Planted("qkv_rope", "turned backwards", "x1 * c - x2 * s", "x1 * c + x2 * s", WRONG_VALUES),
+    Planted("decode_attention", "sum of weights not rescaled", "lane_total * shrink + weight",
+            "lane_total + weight", WRONG_VALUES),
+    Planted("decode_attention", "outputs not rescaled", "o[h][i] *= factor", "o[h][i] *= 1.0f", WRONG_VALUES),
+    Planted("decode_attention", "sum over half of the lanes", "scores[0] + simd_shuffle_xor(scores[0], 1)",
+            "scores[0]", WRONG_VALUES),
+    Planted("decode_attention", "weight of another key", "simd_shuffle(weight, 2 * (h * U + u))",
+            "simd_shuffle(weight, h * U + u)", WRONG_VALUES),
+    Planted("decode_attention", "maximum from beyond the simdgroup", "simd_shuffle(lane_best, 2 * h * U)",
+            "simd_shuffle(lane_best, 4 * h * U)", Kind.SIMD_LANE),
+    Planted("decode_attention", "scale of head_dim forgotten", "metal::precise::rsqrt(float(D))", "1.0f",
+            WRONG_VALUES),
+    Planted("decode_attention", "uninitialised maximum", "float lane_best = -1e30f;", "float lane_best;",
+            WRONG_VALUES),
+    Planted("decode_attention", "maximum of idle simdgroups -inf", "lane_best = -1e30f",
+            "lane_best = -INFINITY",
+            WRONG_VALUES),
+    Planted("merge_gate", "parts not rescaled", "used ? metal::fast::exp2(best[i] - most)", "used ? 1.0f",
+            WRONG_VALUES),
+    # What is no Metal
+    Planted("add_rms_norm", "no cast to bfloat", "T(float(weight[i]) * (values[j] * scale))",
+            "float(weight[i]) * (values[j] * scale)", Kind.IMPLICIT_BFLOAT),
+    Planted("qkv_rope", "pointer without address space", "device T* out;", "T* out;", Kind.ADDRESS_SPACE),
+    Planted("qkv_rope_append", "keys written without the cast", "(device T*)(is_key ? keys : values)",
+            "(is_key ? keys : values)", Kind.ADDRESS_SPACE),
+    Planted("norm_qkv", "x without address space", "const thread float* x", "const float* x",
+            Kind.ADDRESS_SPACE),
+    Planted("geglu", "erf, which Metal lacks", "metal::precise::exp(p - a * a)", "metal::erf(p - a * a)",
+            Kind.COMPILE),
+    Planted("decode_attention", "threadgroup memory exhausted", "threadgroup float all_o[SIMDS][D];",
+            "threadgroup float all_o[SIMDS * 64][D];", Kind.THREADGROUP_MEMORY),
+    Planted("decode_attention", "double", "float sum = 0.0f;\nfor (uint j = 0; j < SIMDS; ++j) sum += all_o",
+            "double sum = 0;\nfor (uint j = 0; j < SIMDS; ++j) sum += all_o", Kind.DIALECT),
+    # Not caught: within what rounding may do
+    Planted("geglu", "last digits of a coefficient exchanged", "p * t + 1.48851587f", "p * t + 1.48851578f",
+            NOTHING),
+    Planted("qkv_rope", "phase read as unsigned, of half the resolution", "as_type<int>(phase)", "phase",
+            NOTHING),
+    Planted("decode_attention", "query not rounded as the keys are",
+            "float(T(x[i] * c[i] + float(row[partner[i]]) * s[i]))",
+            "(x[i] * c[i] + float(row[partner[i]]) * s[i])", NOTHING),
+)  # fmt: skip

@@ -1,0 +1,69 @@
+"""The check before a kernel's first use: right kernels pass, wrong ones give way to their references."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from spark25_mlx.custom_kernels.add_rms_norm import add_rms_norm
+from spark25_mlx.custom_kernels.backend import forced, registered
+from tests import metal_sim
+from tests.kernels.backends import Backend
+from tests.kernels.rounding import DTYPES, to_float64
+from tests.metal_sim.planted import Planting
+
+# What follows the dtype in the keys of a kernel's variants.
+VARIANTS: dict[str, list[tuple[Any, ...]]] = {
+    "add_rms_norm": [(None,), (mx.bfloat16,)],
+    "geglu": [(False,), (True,)],
+    "head_gate": [(64, "silu"), (256, "sigmoid")],
+    "project_gate": [(64, "silu", True), (256, "sigmoid", False)],
+    "qkv_rope": [(64, 16), (256, 256)],
+    "qkv_rope_append": [(64, 16), (256, 256)],
+    "decode_attention": [(256, 64, 4, None, "silu"), (64, 64, 3, 9, "sigmoid")],
+    "merge_gate": [(64, "silu"), (256, "sigmoid")],
+    "norm_qkv": [(16, 0), (8, 64), (4, 32)],
+    "norm_geglu": [(16, 0), (8, 64), (4, 32)],
+    "linear_add": [(16, 0), (8, 64), (4, 32)],
+}
+KEYS = [
+    *(
+        (name, (dtype, *variant))
+        for name in VARIANTS
+        for variant in VARIANTS[name]
+        for dtype in DTYPES.values()
+    ),
+    *(("rope_table", (dims,)) for dims in (16, 256)),
+]
+
+
+def test_every_kernel_is_checked() -> None:
+    assert {name for name, _ in KEYS} == set(registered())
+
+
+@pytest.mark.parametrize(("name", "key"), KEYS, ids=str)
+def test_right_kernels_pass(backend: Backend, name: str, key: tuple[Any, ...]) -> None:
+    if backend.is_reference:
+        pytest.skip("a check of kernels")
+    with backend.writing("keys", "values"):
+        assert registered()[name].error(*key) <= 1
+
+
+def test_wrong_kernel_gives_way() -> None:
+    """One warning, and the reference's result from then on."""
+    metal_sim.require_toolchain()
+    inputs = mx.arange(64, dtype=mx.float32)[None], None, mx.ones(64)
+    planting = Planting("total / float(H)", "total / float(H + 1)")
+    with forced("simulator with a bug", planting):
+        with pytest.warns(
+            UserWarning, match=r"kernel add_rms_norm differs from its reference by [\d.]+ times"
+        ):
+            _, x = add_rms_norm(*inputs, eps=1e-6)
+        assert registered()["add_rms_norm"].route().startswith("reference (differs")
+        _, again = add_rms_norm(*inputs, eps=1e-6)
+    assert planting.planted
+    exact = to_float64(inputs[0]) / (to_float64(inputs[0]) ** 2).mean() ** 0.5
+    for out in (x, again):
+        assert abs(to_float64(out) - exact).max() < 1e-5
