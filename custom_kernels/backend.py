@@ -108,7 +108,7 @@ class Kernel:
         self.outputs = list(outputs)
         self.check = check
         self.source = "".join(f"#define {symbol} 1\n" for symbol in defines) + read_source(f"{name}.metal")
-        self.header = "".join(read_source(f"{header}.metal") for header in headers)
+        self.headers = [f"{header}.metal" for header in headers]
         self._built: dict[tuple[Any, ...], Launch] = {}
         self._verdicts: dict[tuple[Any, ...], str] = {}
         _REGISTRY[self.name] = self
@@ -203,15 +203,16 @@ class Kernel:
         built = self._built.get(key)
         if built is None:
             source = "".join(map(_declaration, constants)) + self.source
-            header = self.header
             factory: Any
             if _forced is not None:
                 factory = _forced[1]
             elif backend == "cuda":
                 factory = mx.fast.cuda_kernel
-                source, header = for_cuda(source, header, scalars)
             else:
                 factory = mx.fast.metal_kernel
+            header = self._header(source, dict(constants).get("T"), cuda=factory is mx.fast.cuda_kernel)
+            if factory is mx.fast.cuda_kernel:
+                source = for_cuda(source, scalars)
             built = self._built[key] = factory(
                 name=f"spark25_{self.name}",
                 input_names=self.inputs,
@@ -220,6 +221,25 @@ class Kernel:
                 header=header,
             )
         return built
+
+    def _header(self, source: str, dtype: Constant | None, *, cuda: bool) -> str:
+        """The helper functions that the body needs, directly or not: a short text costs less to dispatch."""
+        files = ["prelude/metal.cuh"] * cuda + self.headers
+        kinds = (mx.float32, mx.float32 if dtype is None else dtype)
+        other = "|".join(rf"\b{name}\*" for kind, name in _TYPES.items() if kind not in kinds)
+        pieces = [
+            piece
+            for file in files
+            for piece in _pieces(file)
+            if dtype is None or file not in self.headers or not re.search(other, piece)
+        ]
+        needed: list[str] = []
+        while True:
+            words = set(re.findall(r"\w+", source + "".join(needed)))
+            wanted = [p for p in pieces if not (names := _defined(p)) or not names.isdisjoint(words)]
+            if wanted == needed:
+                return "".join(needed)
+            needed = wanted
 
 
 # Metal's names of the types; the prelude gives CUDA the same.
@@ -237,9 +257,20 @@ def _declaration(constant: tuple[str, Constant]) -> str:
 @cache
 def read_source(name: str) -> str:
     """A kernel source without comments and indentation: MLX hashes the text at every dispatch."""
-    text = (_HERE / name).read_text()
-    text = re.sub(r"//[^\n]*", "", text)
-    return re.sub(r"\s*\n\s*", "\n", text).strip() + "\n"
+    return "".join(_pieces(name))
+
+
+@cache
+def _pieces(name: str) -> tuple[str, ...]:
+    """`read_source` in the pieces that blank lines part in the file."""
+    text = re.sub(r"[ \t]*//[^\n]*", "", (_HERE / name).read_text())
+    pieces = (re.sub(r"\s*\n\s*", "\n", piece).strip() for piece in re.split(r"\n\s*\n", text))
+    return tuple(piece + "\n" for piece in pieces if piece)
+
+
+def _defined(piece: str) -> frozenset[str]:
+    """Names of the functions that a piece defines."""
+    return frozenset(re.findall(r"METAL_FUNC [\w:]+ (\w+)\(", piece))
 
 
 @cache
@@ -273,8 +304,8 @@ _ATTRIBUTES = {
 }
 
 
-def for_cuda(source: str, header: str, scalars: Sequence[str]) -> tuple[str, str]:
-    """The (source, header) that `mx.fast.cuda_kernel` takes for a Metal body.
+def for_cuda(source: str, scalars: Sequence[str]) -> str:
+    """The body that `mx.fast.cuda_kernel` takes for a Metal body.
 
     Args:
         scalars: names of the 0-d inputs: references on Metal, pointers on CUDA.
@@ -284,8 +315,7 @@ def for_cuda(source: str, header: str, scalars: Sequence[str]) -> tuple[str, str
     for name in scalars:
         lines += [f"const auto {name}_value = *{name};", f"#define {name} {name}_value"]
     undefine = "".join(f"#undef {name}\n" for name in scalars)
-    prelude = read_source("prelude/metal.cuh")
-    return "\n".join(lines) + "\n" + source + undefine, prelude + header
+    return "\n".join(lines) + "\n" + source + undefine
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -19,6 +19,7 @@ METAL_FUNC void load(const device float* p, thread float* x) {
 
 METAL_FUNC float low_bfloat(uint u) { return as_type<float>(u << 16); }
 METAL_FUNC float high_bfloat(uint u) { return as_type<float>(u & 0xffff0000u); }
+
 METAL_FUNC float low_half(uint u) { return float(as_type<half>(ushort(u & 0xffffu))); }
 METAL_FUNC float high_half(uint u) { return float(as_type<half>(ushort(u >> 16))); }
 

@@ -1,9 +1,10 @@
 // One part of the keys for one tile of query heads of one token, its online softmax, and the new keys and values,
 // which are rotated here and go to their cache rows in place. Threadgroup (split, tile of GT heads, token); a
-// simdgroup takes U keys at a time, a lane D / 32 neighbouring dimensions of them.
+// simdgroup takes U keys at a time, a lane D / 32 neighbouring dimensions of them. With FINAL there is one split,
+// and the result is gated here.
 constexpr uint N = D / 32;
-// U * GT scores are at most 16.
-constexpr uint U = GT > 2 ? 4 : 8;
+// Scores of a simdgroup at a time, with GT * U of them in use, and the lanes that end up with each.
+constexpr uint SHARE = 32 / SCORES;
 constexpr uint TILES = H / GT;
 constexpr uint WIDTH = (H + 2 * KV) * D;
 const uint split = threadgroup_position_in_grid.x;
@@ -19,6 +20,8 @@ const uint capacity = keys_shape[2];
 const uint offset = uint(positions[b]);
 const uint position = offset + l;
 const uint d0 = lane * N;
+// The dimension that dimension d is rotated with.
+#define PARTNER(d) ((d) < R / 2 ? (d) + R / 2 : ((d) < R ? (d) - R / 2 : (d)))
 
 // Cached keys that this token sees: positions [first, offset), of which this split takes [begin, end).
 const uint first = WINDOW > 0 && position + 1 > WINDOW ? position + 1 - WINDOW : 0;
@@ -29,19 +32,10 @@ const uint end = first + metal::min((split + 1) * per_split, count);
 const uint begin_row = begin % capacity;
 const size_t base = (size_t(b) * KV + kv_head) * capacity;
 
-// The dimension that each of this lane's dimensions is rotated with, its frequency, and the sign of the sine.
-uint partner[N], frequency[N];
-float sign[N];
-for (uint i = 0; i < N; ++i) {
-  const uint d = d0 + i;
-  partner[i] = d < R / 2 ? d + R / 2 : (d < R ? d - R / 2 : d);
-  frequency[i] = d < R / 2 ? d : (d < R ? d - R / 2 : 0);
-  sign[i] = d < R / 2 ? -1.0f : (d < R ? 1.0f : 0.0f);
-}
 float q[GT][N], o[GT][N];
-// Score i = h * U + u of head h and key u ends up in lanes 2 i and 2 i + 1, and with it the running maximum of
-// the head and the sum of its weights of such keys. The maximum starts finite: exp2(-inf + inf) would be NaN.
-const uint slot = lane / 2;
+// Score i = h * U + u of head h and key u ends up in SHARE lanes from SHARE * i on, and with it the running maximum
+// of the head and the sum of its weights of such keys. The maximum starts finite: exp2(-inf + inf) would be NaN.
+const uint slot = lane / SHARE;
 float lane_best = -1e30f;
 float lane_total = 0.0f;
 
@@ -60,9 +54,10 @@ for (uint at = begin + simd * U, step = 0; step == 0 || at < end; at += SIMDS * 
   if (step == 0) {
     float c[N], s[N];
     for (uint i = 0; i < N; ++i) {
-      const size_t entry = (size_t(b) * L + l) * (R / 2) + frequency[i];
-      c[i] = sign[i] == 0.0f ? 1.0f : cosines[entry];
-      s[i] = sign[i] == 0.0f ? 0.0f : sign[i] * sines[entry];
+      const uint d = d0 + i;
+      const size_t entry = (size_t(b) * L + l) * (R / 2) + d % (R / 2);
+      c[i] = d < R ? cosines[entry] : 1.0f;
+      s[i] = d < R ? (d < R / 2 ? -sines[entry] : sines[entry]) : 0.0f;
     }
     // Softmax in base 2: the scale and log2(e) go into the queries.
     const float scale = 1.4426950408889634f * metal::precise::rsqrt(float(D));
@@ -71,52 +66,53 @@ for (uint at = begin + simd * U, step = 0; step == 0 || at < end; at += SIMDS * 
       float x[N];
       load<N>(row + d0, x);
       for (uint i = 0; i < N; ++i) {
-        q[h][i] = scale * float(T(x[i] * c[i] + float(row[partner[i]]) * s[i]));
+        q[h][i] = scale * float(T(x[i] * c[i] + float(row[PARTNER(d0 + i)]) * s[i]));
         o[h][i] = 0.0f;
       }
     }
   }
   if (at >= end) break;
 
-  float scores[16];
-  for (uint i = 0; i < 16; ++i) scores[i] = 0.0f;
+  float dots[SCORES];
+  for (uint i = 0; i < SCORES; ++i) dots[i] = 0.0f;
   for (uint u = 0; u < U; ++u) {
     for (uint h = 0; h < GT; ++h) {
-      for (uint i = 0; i < N; ++i) scores[h * U + u] += q[h][i] * k[u][i];
+      for (uint i = 0; i < N; ++i) dots[h * U + u] += q[h][i] * k[u][i];
     }
   }
-  // Sixteen sums over the lanes at once: each exchange halves the sums that a lane is concerned with.
-  for (uint width = 8, mask = 16; width > 0; width /= 2, mask /= 2) {
+  // All sums over the lanes at once: each exchange halves the sums that a lane is concerned with.
+  for (uint width = SCORES / 2, mask = 16; width > 0; width /= 2, mask /= 2) {
     const bool upper = lane & mask;
     for (uint i = 0; i < width; ++i) {
-      const float sent = upper ? scores[i] : scores[i + width];
-      scores[i] = (upper ? scores[i + width] : scores[i]) + simd_shuffle_xor(sent, mask);
+      const float sent = upper ? dots[i] : dots[i + width];
+      dots[i] = (upper ? dots[i + width] : dots[i]) + simd_shuffle_xor(sent, mask);
     }
   }
-  float score = scores[0] + simd_shuffle_xor(scores[0], 1);
+  float score = dots[0];
+  for (uint mask = SHARE / 2; mask > 0; mask /= 2) score += simd_shuffle_xor(score, mask);
   if (at + slot % U >= end) score = -INFINITY;
 
   float next = metal::max(lane_best, score);
-  for (uint mask = 2; mask < 2 * U; mask *= 2) next = metal::max(next, simd_shuffle_xor(next, mask));
+  for (uint mask = SHARE; mask < SHARE * U; mask *= 2) next = metal::max(next, simd_shuffle_xor(next, mask));
   const float shrink = metal::fast::exp2(lane_best - next);
   const float weight = metal::fast::exp2(score - next);
   lane_best = next;
   lane_total = lane_total * shrink + weight;
   for (uint h = 0; h < GT; ++h) {
-    const float factor = simd_shuffle(shrink, 2 * h * U);
+    const float factor = simd_shuffle(shrink, SHARE * h * U);
     for (uint i = 0; i < N; ++i) o[h][i] *= factor;
     for (uint u = 0; u < U; ++u) {
-      const float p = simd_shuffle(weight, 2 * (h * U + u));
+      const float p = simd_shuffle(weight, SHARE * (h * U + u));
       for (uint i = 0; i < N; ++i) o[h][i] += p * v[u][i];
     }
   }
 }
 
-for (uint mask = 2; mask < 2 * U; mask *= 2) lane_total += simd_shuffle_xor(lane_total, mask);
+for (uint mask = SHARE; mask < SHARE * U; mask *= 2) lane_total += simd_shuffle_xor(lane_total, mask);
 float best[GT], total[GT];
 for (uint h = 0; h < GT; ++h) {
-  best[h] = simd_shuffle(lane_best, 2 * h * U);
-  total[h] = simd_shuffle(lane_total, 2 * h * U);
+  best[h] = simd_shuffle(lane_best, SHARE * h * U);
+  total[h] = simd_shuffle(lane_total, SHARE * h * U);
 }
 
 // The new tokens up to this one: split 0 attends to them from the projection's row; the cache gets each of them
@@ -127,10 +123,11 @@ for (uint t = simd; t <= l && split == 0; t += SIMDS) {
   load<N>(row + d0, key);
   load<N>(row + KV * D + d0, value);
   for (uint i = 0; i < N; ++i) {
-    const size_t entry = (size_t(b) * L + t) * (R / 2) + frequency[i];
-    const float c = sign[i] == 0.0f ? 1.0f : cosines[entry];
-    const float s = sign[i] == 0.0f ? 0.0f : sign[i] * sines[entry];
-    key[i] = float(T(key[i] * c + float(row[partner[i]]) * s));
+    const uint d = d0 + i;
+    const size_t entry = (size_t(b) * L + t) * (R / 2) + d % (R / 2);
+    const float c = d < R ? cosines[entry] : 1.0f;
+    const float s = d < R ? (d < R / 2 ? -sines[entry] : sines[entry]) : 0.0f;
+    key[i] = float(T(key[i] * c + float(row[PARTNER(d)]) * s));
   }
   if (t == l && tile % (TILES / KV) == 0) {
     const size_t to = (base + (offset + t) % capacity) * D + d0;
@@ -170,17 +167,32 @@ for (uint h = 0; h < GT; ++h) {
   const float shrink = metal::fast::exp2(best[h] - most);
   for (uint i = 0; i < N; ++i) all_o[simd][d0 + i] = o[h][i] * shrink;
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const size_t part = ((size_t(b) * H + tile * GT + h) * L + l) * splits + split;
+  const uint head = tile * GT + h;
+  float sum_of_weights = 0.0f;
+  for (uint j = 0; j < SIMDS; ++j) {
+    sum_of_weights += all_total[j][h] * metal::fast::exp2(all_best[j][h] - most);
+  }
+#ifdef FINAL
+  const float gate_score = float(scores[(size_t(b) * L + l) * H + head]);
+  float gate = 1.0f / (1.0f + metal::precise::exp(-gate_score));
+  // s sigmoid(s) tends to 0, where -inf * 0 would be NaN.
+  if (SILU) gate = gate == 0.0f ? 0.0f : gate_score * gate;
+#else
+  const size_t to = ((size_t(b) * H + head) * L + l) * splits + split;
+  if (thread_index_in_threadgroup == 0) {
+    stats[2 * to] = most;
+    stats[2 * to + 1] = sum_of_weights;
+  }
+#endif
   for (uint d = thread_index_in_threadgroup; d < D; d += SIMDS * 32) {
     float sum = 0.0f;
     for (uint j = 0; j < SIMDS; ++j) sum += all_o[j][d];
-    parts[part * D + d] = sum;
-  }
-  if (thread_index_in_threadgroup == 0) {
-    float sum = 0.0f;
-    for (uint j = 0; j < SIMDS; ++j) sum += all_total[j][h] * metal::fast::exp2(all_best[j][h] - most);
-    stats[2 * part] = most;
-    stats[2 * part + 1] = sum;
+#ifdef FINAL
+    out[((size_t(b) * L + l) * H + head) * D + d] = T(sum / sum_of_weights * gate);
+#else
+    parts[to * D + d] = sum;
+#endif
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
+#undef PARTNER

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .backend import Kernel, Launch, backend_name
+from .backend import Constant, Kernel, Launch, backend_name
 from .head_gate import head_gate_reference
 from .qkv_rope import qkv_rope_append_reference
 from .rope import rope_table, rope_turns
@@ -17,10 +17,17 @@ from .rope import rope_table, rope_turns
 # Tokens of one call: what speculative decoding verifies at once.
 MAX_TOKENS = 8
 _SIMDGROUPS = 8
+# Up to so many keys, one threadgroup a query head does all: a second pass would cost more than it saves.
+_MOST_FINAL_KEYS = 640
+_FINAL_SIMDGROUPS = 8
+# (on Metal, more than two heads) -> keys whose loads a simdgroup has under way. Metal has half of CUDA's
+# registers for a thread.
+_KEYS_AT_ONCE = {(False, False): 8, (False, True): 4, (True, False): 4, (True, True): 2}
 # Query heads of one threadgroup: four keep the accumulators of a head_dim of 256 in registers.
 _MOST_HEADS = 4
 # The merge kernel knows two splits a lane.
 _MOST_SPLITS = 64
+Outputs = tuple[tuple[mx.array, ...], tuple[mx.array, ...]]
 _BOUND: dict[tuple[str, Shape, int], Callable[..., mx.array]] = {}
 
 
@@ -140,36 +147,51 @@ def bind_decode_attention(shape: Shape, splits: int) -> Callable[..., mx.array]:
 
 def _bind(shape: Shape, splits: int) -> Callable[..., mx.array]:
     H, B, L, D = shape.n_heads, shape.batch, shape.length, shape.head_dim
-    tile = _heads_of_tile(H // shape.n_kv_heads)
+    final = splits == 1
+    simdgroups = _FINAL_SIMDGROUPS if final else _SIMDGROUPS
+    tile = 1 if final else _heads_of_tile(H // shape.n_kv_heads)
+    keys_at_once = _KEYS_AT_ONCE[backend_name() == "metal", tile > 2]
+    geometry: dict[str, Any] = {
+        "grid": (splits * 32 * simdgroups, H // tile, B * L),
+        "threadgroup": (32 * simdgroups, 1, 1),
+    }
+    constants: dict[str, Constant] = {
+        "T": shape.dtype,
+        "H": H,
+        "KV": shape.n_kv_heads,
+        "D": D,
+        "R": shape.dims,
+        "GT": tile,
+        "U": keys_at_once,
+        "SCORES": 1 << (tile * keys_at_once - 1).bit_length(),
+        "SIMDS": simdgroups,
+        "WINDOW": shape.window or 0,
+    }
+    if final:
+        whole = _FINAL.bind(
+            **geometry,
+            constants={**constants, "SILU": shape.mode == "silu"},
+            output_shapes=[(B, L, H * D)],
+            output_dtypes=[shape.dtype],
+        )
+
+        def call_final(
+            qkv: mx.array, scores: mx.array, keys: mx.array, values: mx.array, *rest: mx.array
+        ) -> mx.array:
+            return whole(inputs=[qkv, keys, values, *rest, scores])[0]
+
+        return call_final
+
     attention = _ATTENTION.bind(
-        grid=(splits * 32 * _SIMDGROUPS, H // tile, B * L),
-        threadgroup=(32 * _SIMDGROUPS, 1, 1),
-        constants={
-            "T": shape.dtype,
-            "H": H,
-            "KV": shape.n_kv_heads,
-            "D": D,
-            "R": shape.dims,
-            "GT": tile,
-            "SIMDS": _SIMDGROUPS,
-            "WINDOW": shape.window or 0,
-        },
+        **geometry,
+        constants=constants,
         output_shapes=[(B, H, L, splits, D), (B, H, L, splits, 2)],
         output_dtypes=[mx.float32, mx.float32],
     )
     merge = _bind_merge(shape.dtype, (B, H, L, splits, D), shape.mode)
 
-    def call(
-        qkv: mx.array,
-        scores: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        positions: mx.array,
-        cos: mx.array,
-        sin: mx.array,
-        after: mx.array,
-    ) -> mx.array:
-        parts, stats = attention(inputs=[qkv, keys, values, positions, cos, sin, after])
+    def call(qkv: mx.array, scores: mx.array, keys: mx.array, values: mx.array, *rest: mx.array) -> mx.array:
+        parts, stats = attention(inputs=[qkv, keys, values, *rest])
         return merge(inputs=[parts, stats, scores])[0]
 
     return call
@@ -191,9 +213,13 @@ def can_decode(shape: Shape) -> bool:
     if shape.head_dim % 32 or shape.head_dim > 256:
         return False
     group = shape.n_heads // shape.n_kv_heads
-    return _MERGE.ready(shape.dtype, shape.head_dim, shape.mode) and _ATTENTION.ready(
-        shape.dtype, shape.head_dim, shape.dims, group, shape.window, shape.mode
-    )
+    variant = (shape.dtype, shape.head_dim, shape.dims, group, shape.window, shape.mode)
+    if not _FINAL.ready(*variant):
+        return False
+    # A window that one threadgroup can do never needs the others.
+    if split_count(1 << 30, shape.window) == 1:
+        return True
+    return _MERGE.ready(shape.dtype, shape.head_dim, shape.mode) and _ATTENTION.ready(*variant)
 
 
 @cache
@@ -205,7 +231,9 @@ def split_count(offset: int, window: int | None) -> int:
         window: as in `decode_attention`.
     """
     n_keys = offset if window is None else min(offset, window - 1)
-    splits = 1
+    if n_keys <= _MOST_FINAL_KEYS:
+        return 1
+    splits = 8
     while splits < _MOST_SPLITS and splits * 32 < n_keys:
         splits *= 2
     return splits
@@ -215,29 +243,38 @@ def _heads_of_tile(group: int) -> int:
     return next(n for n in range(_MOST_HEADS, 0, -1) if group % n == 0)
 
 
-def _check(
+def _check(dtype: mx.Dtype, head_dim: int, dims: int, group: int, window: int | None, mode: str) -> Outputs:
+    return _compare(Shape(dtype, 2, 2, group, 1, head_dim, dims, window, mode), 8)
+
+
+def _check_final(
     dtype: mx.Dtype, head_dim: int, dims: int, group: int, window: int | None, mode: str
-) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
+) -> Outputs:
+    return _compare(Shape(dtype, 2, 2, group, 1, head_dim, dims, window, mode), 1)
+
+
+def _compare(shape: Shape, splits: int) -> Outputs:
     """Two rows of two tokens, in a ring one that has wrapped; reads what was written in place through MLX."""
+    group, window, dtype = shape.n_heads, shape.window, shape.dtype
     capacity = 64 if window is None else window + 8
     positions = mx.array([17, 50 if window is None else 2 * capacity + 3], dtype=mx.int32)
-    shape = (2, 1, capacity, head_dim)
-    keys, values = (mx.random.normal(shape, key=mx.random.key(i)).astype(dtype) for i in (0, 1))
-    qkv = mx.random.normal((2, 2, (group + 2) * head_dim), key=mx.random.key(2)).astype(dtype)
+    buffer = (2, 1, capacity, shape.head_dim)
+    keys, values = (mx.random.normal(buffer, key=mx.random.key(i)).astype(dtype) for i in (0, 1))
+    qkv = mx.random.normal((2, 2, (group + 2) * shape.head_dim), key=mx.random.key(2)).astype(dtype)
     scores = mx.random.normal((2, 2, group), key=mx.random.key(3)).astype(dtype)
-    turns = rope_turns(10_000.0, dims)
-    options: dict[str, Any] = {"n_heads": group, "window": window, "mode": mode}
-    expected = decode_attention_reference(qkv, scores, keys, values, positions, turns, **options)
+    turns = rope_turns(10_000.0, shape.dims)
+    expected = decode_attention_reference(
+        qkv, scores, keys, values, positions, turns, n_heads=group, window=window, mode=shape.mode
+    )
     # What the in-place writes are compared with must be there before them.
     mx.eval(expected)
-    out = decode_attention(qkv, scores, keys, values, positions, turns, qkv, **options, most_keys=200)
+    attend = bind_decode_attention(shape, splits)
+    out = attend(qkv, scores, keys, values, positions, *rope_table(positions, 2, turns), qkv)
     mx.eval(out)
     return (out, keys, values), expected
 
 
-def _check_merge(
-    dtype: mx.Dtype, head_dim: int, mode: str
-) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
+def _check_merge(dtype: mx.Dtype, head_dim: int, mode: str) -> Outputs:
     parts = mx.random.normal((2, 3, 5, 4, head_dim), key=mx.random.key(0))
     stats = mx.random.uniform(1, 2, (2, 3, 5, 4, 2), key=mx.random.key(1))
     scores = mx.random.normal((2, 5, 3), key=mx.random.key(2)).astype(dtype)
@@ -247,12 +284,18 @@ def _check_merge(
     return (ours,), (head_gate_reference(out.astype(dtype), scores, mode=mode),)
 
 
+_INPUTS = ["qkv", "keys", "values", "positions", "cosines", "sines", "after"]
 _ATTENTION = Kernel(
+    "decode_attention", inputs=_INPUTS, outputs=["parts", "stats"], headers=["common"], check=_check
+)
+_FINAL = Kernel(
     "decode_attention",
-    inputs=["qkv", "keys", "values", "positions", "cosines", "sines", "after"],
-    outputs=["parts", "stats"],
+    variant="decode_attention_final",
+    inputs=[*_INPUTS, "scores"],
+    outputs=["out"],
     headers=["common"],
-    check=_check,
+    defines=["FINAL"],
+    check=_check_final,
 )
 _MERGE = Kernel(
     "merge_gate",

@@ -3,12 +3,18 @@
 //   GATES  the last threadgroups take the rows of g_proj, which are never quantised
 //   GEGLU  y = GELU(W x) * (W_up x)
 //   ADD    y = residual + W x, fp32
-constexpr uint V = BITS == 16 ? 8 : 16;
-constexpr uint WORDS = BITS == 16 ? V * sizeof(T) / 4 : V * BITS / 32;
+//   CODES  W is quantised: codes of BITS bits, with a scale and a bias for GROUP columns
+#ifdef CODES
+constexpr uint V = 16;
+constexpr uint WORDS = V * BITS / 32;
+constexpr float CODE_SCALE = 1u << BITS;
+#else
+constexpr uint V = 8;
+constexpr uint WORDS = V * sizeof(T) / 4;
+#endif
 constexpr uint PER_GROUP = SIMDS / KSPLIT * ROWS;
 constexpr uint SEGMENT = K / KSPLIT;
 constexpr uint STEPS = (SEGMENT + 32 * V - 1) / (32 * V);
-constexpr uint CODE_SCALE = BITS == 16 ? 1 : 1u << (BITS % 16);
 const uint lane = thread_index_in_simdgroup;
 const uint simd = simdgroup_index_in_threadgroup;
 const uint part = simd % KSPLIT;
@@ -45,8 +51,7 @@ for (uint base = 0; base < STEPS; base += AHEAD) {
     if (from >= SEGMENT || gates) continue;
     for (uint r = 0; r < ROWS; ++r) {
       const size_t row = metal::min(first_row + r, uint(N) - 1);
-      const size_t at = BITS == 16 ? (row * K + part * SEGMENT + from) * sizeof(T) / 4
-                                   : (row * K + part * SEGMENT + from) * BITS / 32;
+      const size_t at = (row * K + part * SEGMENT + from) / V * WORDS;
       load_words<WORDS>((const device uint*)weight + at, words[a][0][r]);
 #ifdef GEGLU
       load_words<WORDS>((const device uint*)up_weight + at, words[a][1][r]);
@@ -85,10 +90,10 @@ for (uint base = 0; base < STEPS; base += AHEAD) {
 #else
     load<V>(input + k, x);
 #endif
+#ifdef CODES
     float x_sum = 0.0f;
-    if (BITS != 16) {
-      for (uint i = 0; i < V; ++i) x_sum += x[i];
-    }
+    for (uint i = 0; i < V; ++i) x_sum += x[i];
+#endif
     for (uint r = 0; r < ROWS; ++r) {
 #ifdef GATES
       if (gates) {
@@ -98,18 +103,19 @@ for (uint base = 0; base < STEPS; base += AHEAD) {
         continue;
       }
 #endif
+#ifdef CODES
       const size_t group = (size_t(metal::min(first_row + r, uint(N) - 1)) * K + k) / GROUP;
-      float dot = dot_words<BITS, V>(weight, words[a][0][r], x);
-      if (BITS != 16) {
-        dot = float(scales[group]) * (dot - x_sum) * float(CODE_SCALE) + float(biases[group]) * x_sum;
-      }
-      sums[0][r] += dot;
+      const float codes = (dot_words<BITS, V>(weight, words[a][0][r], x) - x_sum) * CODE_SCALE;
+      sums[0][r] += float(scales[group]) * codes + float(biases[group]) * x_sum;
 #ifdef GEGLU
-      dot = dot_words<BITS, V>(up_weight, words[a][1][r], x);
-      if (BITS != 16) {
-        dot = float(up_scales[group]) * (dot - x_sum) * float(CODE_SCALE) + float(up_biases[group]) * x_sum;
-      }
-      sums[1][r] += dot;
+      const float up_codes = (dot_words<BITS, V>(up_weight, words[a][1][r], x) - x_sum) * CODE_SCALE;
+      sums[1][r] += float(up_scales[group]) * up_codes + float(up_biases[group]) * x_sum;
+#endif
+#else
+      sums[0][r] += dot_words<BITS, V>(weight, words[a][0][r], x);
+#ifdef GEGLU
+      sums[1][r] += dot_words<BITS, V>(up_weight, words[a][1][r], x);
+#endif
 #endif
     }
   }
@@ -124,8 +130,9 @@ for (uint m = 0; m < MATRICES; ++m) {
   }
 }
 
+// At the function's scope, where Metal wants threadgroup variables.
+threadgroup float parts[SIMDS][MATRICES][ROWS];
 if (KSPLIT > 1) {
-  threadgroup float parts[SIMDS][MATRICES][ROWS];
   if (lane == 0) {
     for (uint m = 0; m < MATRICES; ++m) {
       for (uint r = 0; r < ROWS; ++r) parts[simd][m][r] = sums[m][r];

@@ -49,6 +49,10 @@ class Weight:
     group_size: int = 0
 
     @property
+    def quantised(self) -> bool:
+        return self.scales is not None
+
+    @property
     def rows(self) -> int:
         return self.weight.shape[0]
 
@@ -58,9 +62,9 @@ class Weight:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Three buffers, whatever the format."""
+        """The buffers, as the kernels take them."""
         if self.scales is None or self.biases is None:
-            return [self.weight] * 3
+            return [self.weight]
         return [self.weight, self.scales, self.biases]
 
     def apply(self, x: mx.array) -> mx.array:
@@ -108,7 +112,7 @@ def norm_qkv(
 def bind_norm_qkv(norm_weight: mx.array, weight: Weight, gate_weight: mx.array, *, eps: float) -> Bound:
     """`norm_qkv` as a function of the residual, for many calls."""
     N, H, dtype = weight.rows, gate_weight.shape[0], gate_weight.dtype
-    launch = _NORM_QKV.bind(
+    launch = _NORM_QKV[weight.quantised].bind(
         **_geometry(weight, H, "norm_qkv", {"T": dtype, "H": H}),
         output_shapes=[(1, 1, N), (1, 1, H)],
         output_dtypes=[dtype, dtype],
@@ -144,7 +148,7 @@ def norm_geglu(
 
 def bind_norm_geglu(norm_weight: mx.array, gate: Weight, up: Weight, *, eps: float) -> Bound:
     """`norm_geglu` as a function of the residual, for many calls."""
-    launch = _NORM_GEGLU.bind(
+    launch = _NORM_GEGLU[gate.quantised].bind(
         **_geometry(gate, 0, "norm_geglu", {"T": norm_weight.dtype}),
         output_shapes=[(1, 1, gate.rows)],
         output_dtypes=[norm_weight.dtype],
@@ -175,7 +179,7 @@ def linear_add(residual: mx.array, x: mx.array, weight: Weight) -> mx.array:
 
 def bind_linear_add(weight: Weight, dtype: mx.Dtype) -> Bound:
     """`linear_add` as a function of the residual and x, for many calls; dtype: of x."""
-    launch = _LINEAR_ADD.bind(
+    launch = _LINEAR_ADD[weight.quantised].bind(
         **_geometry(weight, 0, "linear_add", {"T": dtype}),
         output_shapes=[(1, 1, weight.rows)],
         output_dtypes=[mx.float32],
@@ -195,7 +199,7 @@ def can_fuse(dtype: mx.Dtype, weight: Weight, *, normed: bool) -> bool:
         and (not normed or weight.columns <= _MOST_NORMED)
         and weight.group_size % values == 0
         and all(
-            kernel.ready(dtype, weight.bits, weight.group_size)
+            kernel[weight.quantised].ready(dtype, weight.bits, weight.group_size)
             for kernel in (_NORM_QKV, _NORM_GEGLU, _LINEAR_ADD)
         )
     )
@@ -255,28 +259,35 @@ def _check_linear_add(dtype: mx.Dtype, bits: int, group_size: int) -> Outputs:
     return (linear_add(*arguments),), (linear_add_reference(*arguments),)
 
 
-def _kernel(variant: str, inputs: list[str], outputs: list[str], defines: list[str], check: Check) -> Kernel:
-    return Kernel(
-        "decode_linear",
-        variant=variant,
-        inputs=inputs,
-        outputs=outputs,
-        headers=["common", "gelu", "matvec"],
-        defines=defines,
-        check=check,
-    )
+def _kernels(
+    variant: str, inputs: list[str], outputs: list[str], defines: list[str], check: Check
+) -> dict[bool, Kernel]:
+    """The kernel for plain and for quantised weights; (up_)weight stands for all buffers of the format."""
+    return {
+        quantised: Kernel(
+            "decode_linear",
+            variant=variant + "_quantised" * quantised,
+            inputs=[name for x in inputs for name in (_packed(x) if quantised else [x])],
+            outputs=outputs,
+            headers=["common", "gelu", "matvec"],
+            defines=[*defines, *(["CODES"] if quantised else [])],
+            check=check,
+        )
+        for quantised in (False, True)
+    }
 
 
-_PACKED = ["weight", "scales", "biases"]
+def _packed(name: str) -> list[str]:
+    if name not in ("weight", "up_weight"):
+        return [name]
+    return [name, name.replace("weight", "scales"), name.replace("weight", "biases")]
+
+
 _NORMED = ["residual", "norm_weight", "eps"]
-_NORM_QKV = _kernel(
-    "norm_qkv", [*_NORMED, *_PACKED, "gate_weight"], ["y", "scores"], ["NORM", "GATES"], _check_norm_qkv
+_NORM_QKV = _kernels(
+    "norm_qkv", [*_NORMED, "weight", "gate_weight"], ["y", "scores"], ["NORM", "GATES"], _check_norm_qkv
 )
-_NORM_GEGLU = _kernel(
-    "norm_geglu",
-    [*_NORMED, *_PACKED, "up_weight", "up_scales", "up_biases"],
-    ["y"],
-    ["NORM", "GEGLU"],
-    _check_norm_geglu,
+_NORM_GEGLU = _kernels(
+    "norm_geglu", [*_NORMED, "weight", "up_weight"], ["y"], ["NORM", "GEGLU"], _check_norm_geglu
 )
-_LINEAR_ADD = _kernel("linear_add", ["residual", "input", *_PACKED], ["y"], ["ADD"], _check_linear_add)
+_LINEAR_ADD = _kernels("linear_add", ["residual", "input", "weight"], ["y"], ["ADD"], _check_linear_add)

@@ -27,12 +27,14 @@ METAL_FUNC float dot_words(const device float*, const thread uint* words, const 
   for (int i = 0; i < V; ++i) sum += as_type<float>(words[i]) * x[i];
   return sum;
 }
+
 template <int BITS, int V>
 METAL_FUNC float dot_words(const device bfloat16_t*, const thread uint* words, const thread float* x) {
   float sum = 0.0f;
   for (int i = 0; i < V / 2; ++i) sum += low_bfloat(words[i]) * x[2 * i] + high_bfloat(words[i]) * x[2 * i + 1];
   return sum;
 }
+
 template <int BITS, int V>
 METAL_FUNC float dot_words(const device float16_t*, const thread uint* words, const thread float* x) {
   float sum = 0.0f;

@@ -45,7 +45,7 @@ class _Layer:
 
 
 def weight_of(layer: nn.Module) -> Weight | None:
-    """A linear layer's matrix, if the kernels can read it: plain or affine in 4 or 8 bits, no bias, no adapter."""
+    """A linear layer's matrix, if the kernels read it: plain or affine in 4 or 8 bits, no bias, adapter."""
     if "bias" in layer:
         return None
     if type(layer) is nn.Linear:

@@ -14,7 +14,8 @@ _ARRAYS = ("weight", "scales", "biases", "bias")
 class JoinedLinear:
     """[first(x) | second(x)]. The two layers keep their parameters, as views of the joined ones.
 
-    A layer that was changed since, by training or loading, is not what was joined: `is_current` tells.
+    Layers that were replaced or changed since, by quantising, adapters, training or loading, are not what was
+    joined: `stands_for` tells.
     """
 
     layers: tuple[nn.Module, nn.Module]
@@ -48,12 +49,16 @@ class JoinedLinear:
             second[name] = views[1][name] = whole[rows:]
         return cls((first, second), joined, views)
 
-    def is_current(self) -> bool:
-        """Whether both layers still hold what was joined."""
-        return all(
-            layer[name] is view
-            for layer, views in zip(self.layers, self.views, strict=True)
-            for name, view in views.items()
+    def stands_for(self, first: nn.Module, second: nn.Module) -> bool:
+        """Whether these are the layers that were joined, and hold what they held then."""
+        return (
+            first is self.layers[0]
+            and second is self.layers[1]
+            and all(
+                layer[name] is view
+                for layer, views in zip(self.layers, self.views, strict=True)
+                for name, view in views.items()
+            )
         )
 
     def __call__(self, x: mx.array) -> mx.array:

@@ -84,8 +84,9 @@ class MLP(nn.Module):
         self._joined: JoinedLinear | None = None
 
     def __call__(self, x: mx.array) -> mx.array:
-        if not self.training and self._joined is not None and self._joined.is_current():
-            return self.down_proj(geglu(self._joined(x)))
+        joined = None if self.training else self._joined
+        if joined is not None and joined.stands_for(self.gate_proj, self.up_proj):
+            return self.down_proj(geglu(joined(x)))
         return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x)))
 
     def join(self) -> None:

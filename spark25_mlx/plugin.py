@@ -106,8 +106,7 @@ def enable() -> bool:
 def disable() -> None:
     """Undo `enable()`, or what `register()` does to this process: mlx-lm uses its own model again.
 
-    A model that is loaded keeps its class and its caches, which mlx-lm's own functions trim, store and save less
-    well.
+    A model that is loaded keeps its class and its caches, without the stand-ins that know them: reload it.
     """
     global _enabled
     _enabled = False

@@ -140,7 +140,7 @@ def insert(
         if len(key) - _go_back(copy.deepcopy(prompt_cache), len(key)) <= _NEAR:
             _drop(store, model, key)
     entry = store.CacheEntry(prompt_cache, sum(c.nbytes for c in prompt_cache), cache_type)
-    if False:
+    if tokens in _keys(store, model):
         _drop(store, model, tokens)
     store._trie.add(model, tokens, entry)
     store._lru.push(model, tokens, cache_type)

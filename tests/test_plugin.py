@@ -160,7 +160,8 @@ def test_the_variable_switches_the_finder_off(
 # --- mlx-lm's own module ---
 
 
-def test_native_module_is_the_imported_one() -> None:
+def test_native_module_is_the_imported_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, plugin._NATIVE_ALIAS, raising=False)
     native = importlib.import_module(NATIVE)
     assert plugin.native_module() is native
     plugin.enable()

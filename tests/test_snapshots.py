@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from spark25_mlx.snapshots import AutoSnapshots
@@ -50,6 +51,24 @@ def test_what_is_not_understood(text: str) -> None:
         AutoSnapshots.parse(text)
     assert "\n" not in str(caught.value)
     assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "start", "positions"),
+    [
+        (AutoSnapshots(every=4), 0, [1, 5, 0, 4, 8]),
+        (AutoSnapshots(every=4), 4, [5, 9, 4, 8, 12]),
+        (AutoSnapshots(every=4, turns=7), 5, [8, 8, 12]),
+        (AutoSnapshots(every=9, turns=None), 1, [9]),
+        (AutoSnapshots(every=9, turns=None), 2, [9]),
+        (AutoSnapshots(every=9, turns=None), 10, [18]),
+        (AutoSnapshots(every=None), 100, [101, 105]),
+        (AutoSnapshots(every=None, turns=None), 100, []),
+    ],
+)
+def test_positions(snapshots: AutoSnapshots, start: int, positions: list[int]) -> None:
+    """In front of turns and at multiples, both ends of the piece included."""
+    assert snapshots.positions(np.array([3, 0, 5, 7, 9, 0, 2, 1]), start) == positions
 
 
 def test_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@
 
 typedef unsigned int uint;
 typedef unsigned short ushort;
-typedef unsigned char uchar;
 typedef __half half;
 typedef __half float16_t;
 typedef __nv_bfloat16 bfloat16_t;
@@ -29,23 +28,25 @@ METAL_FUNC To as_type(From from) {
 }
 
 enum class mem_flags : uint { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
+
 METAL_FUNC mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(uint(a) | uint(b)); }
+
 // __syncthreads orders device and shared memory alike.
 METAL_FUNC void threadgroup_barrier(mem_flags) { __syncthreads(); }
-METAL_FUNC void simdgroup_barrier(mem_flags) { __syncwarp(); }
 
 // Every simd operation of the kernels is reached by whole simdgroups.
 template <class T>
 METAL_FUNC T simd_shuffle_xor(T x, ushort mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+
 template <class T>
 METAL_FUNC T simd_shuffle(T x, ushort lane) { return __shfl_sync(0xffffffffu, x, lane); }
-template <class T>
-METAL_FUNC T simd_broadcast(T x, ushort lane) { return __shfl_sync(0xffffffffu, x, lane); }
+
 template <class T>
 METAL_FUNC T simd_sum(T x) {
   for (int step = 16; step; step >>= 1) x = x + simd_shuffle_xor(x, step);
   return x;
 }
+
 template <class T>
 METAL_FUNC T simd_max(T x) {
   for (int step = 16; step; step >>= 1) {
@@ -55,23 +56,24 @@ METAL_FUNC T simd_max(T x) {
   return x;
 }
 
-namespace metal {
-namespace precise {
+namespace metal { namespace precise {
 METAL_FUNC float exp(float x) { return expf(x); }
-METAL_FUNC float exp2(float x) { return exp2f(x); }
+METAL_FUNC float rsqrt(float x) { return 1.0f / sqrtf(x); }
+} }
+
+namespace metal { namespace precise {
 METAL_FUNC float sin(float x) { return sinf(x); }
 METAL_FUNC float cos(float x) { return cosf(x); }
-METAL_FUNC float sqrt(float x) { return sqrtf(x); }
-METAL_FUNC float rsqrt(float x) { return 1.0f / sqrtf(x); }
-}  // namespace precise
-namespace fast {
+} }
+
+namespace metal { namespace fast {
 METAL_FUNC float exp2(float x) { return exp2f(x); }
-}  // namespace fast
-METAL_FUNC float fma(float a, float b, float c) { return fmaf(a, b, c); }
+} }
+
+namespace metal {
 template <class T>
 METAL_FUNC T max(T a, T b) { return b > a ? b : a; }
 template <class T>
 METAL_FUNC T min(T a, T b) { return b < a ? b : a; }
 METAL_FUNC float abs(float x) { return fabsf(x); }
-METAL_FUNC float rint(float x) { return rintf(x); }
-}  // namespace metal
+}

@@ -191,6 +191,9 @@ class SlidingKVCache(LayerCache):
 
     def _advance(self, valid: list[int]) -> None:
         super()._advance(valid)
+        if len(valid) == 1:
+            self._lows = [max(self._lows[0], self.offsets[0] - self._limit)]
+            return
         self._lows = [
             max(low, offset - self._limit) for low, offset in zip(self._lows, self.offsets, strict=True)
         ]
@@ -291,7 +294,7 @@ class SlidingKVCache(LayerCache):
             source: gives arrays [B, KV, n, D] that hold the tokens.
             index: (sequence, position) -> where it stands in the arrays' third axis.
         """
-        if self.policy is None:
+        if self.policy is None or (after == [before[0] + 1] and self.policy.passes_by(after[0], self._marks)):
             return
         for i, (start, end) in enumerate(zip(before, after, strict=True)):
             for position in self._due(i, start, end):

@@ -49,6 +49,10 @@ class SnapshotPolicy:
         if self.max_bytes < 0:
             raise ValueError(f"max_bytes is {self.max_bytes}; it must not be negative")
 
+    def passes_by(self, position: int, marks: Collection[object]) -> bool:
+        """Whether no snapshot is due at a position, as far as can be told at once."""
+        return not marks and not self.at and (self.every is None or position % self.every != 0)
+
     def due(self, start: int, end: int) -> list[int]:
         """Positions with start < position <= end, in order."""
         chosen = set(self.at(start, end) if callable(self.at) else self.at)

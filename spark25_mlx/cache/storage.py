@@ -154,6 +154,11 @@ class LayerCache:
         Raises:
             ValueError: the cache has no buffers, and shape or dtype is missing.
         """
+        if self._buffers and not self._shared:
+            # The usual case, for each layer of each decode step.
+            rows = self._buffers[0].shape[2]
+            if rows == self._limit or max(self.offsets) + length <= rows:
+                return self._decode(self._buffers)
         if not self._buffers:
             if shape is None or dtype is None:
                 raise ValueError("the cache has no buffers yet: reserve needs shape=(B, KV, D) and dtype")
@@ -244,6 +249,9 @@ class LayerCache:
         return min(self._limit, -(-wanted // _STEP) * _STEP)
 
     def _advance(self, valid: list[int]) -> None:
+        if self._budget == [UNLIMITED]:
+            self.offsets = [self.offsets[0] + valid[0]]
+            return
         self.offsets = [offset + n for offset, n in zip(self.offsets, valid, strict=True)]
         self._budget = [b if b == UNLIMITED else b - n for b, n in zip(self._budget, valid, strict=True)]
 

@@ -149,6 +149,26 @@ def test_the_stored_cache_that_saves_most_is_taken(model: Model, monkeypatch: py
     assert text == greedy(model, prompt[:2000] + prompt_of(40, 2), 20)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_few_tokens_more_decide(model: Model, order: int) -> None:
+    prompt = prompt_of(500, 1)
+    store = LRUPromptCache()
+    for length in (400, 410)[::order]:
+        answer(model, store, prompt[:length] + prompt_of(20, length), 5)
+    _, computed = answer(model, store, prompt, 5)
+    assert computed == 500 - 410
+
+
+def test_nothing_that_helps(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that can only go back to its beginning is no cache."""
+    monkeypatch.setattr(model, "snapshots", None)
+    store = LRUPromptCache()
+    prompt = prompt_of(1000, 1)
+    answer(model, store, prompt, 5)
+    asked = prompt[:300] + prompt_of(10, 2)
+    assert store.fetch_nearest_cache("model", asked) == (None, asked)
+
+
 # What stays in the store
 
 
@@ -205,11 +225,13 @@ def test_a_draft_model_with_fewer_tokens_in_its_cache(model: Model) -> None:
     store = LRUPromptCache()
     cache = filled(model, prompt) + filled(ours(9), prompt[:-1])
     store.insert_cache("model", prompt, cache)
-    found, rest = store.fetch_nearest_cache("model", [*prompt[:980], 5, 6])
-    assert found is not None
-    assert rest == [5, 6]
-    assert [c.offset for c in found] == [980] * 4
-    assert greedy(model, rest, 10, found[:2]) == greedy(model, [*prompt[:980], 5, 6], 10)
+    for shared, held in ((980, 980), (1000, 999)):
+        asked = [*prompt[:shared], 5, 6]
+        found, rest = store.fetch_nearest_cache("model", asked)
+        assert found is not None
+        assert rest == asked[held:]
+        assert [c.offset for c in found] == [held] * 4
+        assert greedy(model, rest, 10, found[:2]) == greedy(model, asked, 10)
 
 
 def test_other_models_are_left_to_mlx_lm() -> None:

@@ -1,4 +1,4 @@
-"""Plain mlx-lm commands in a registered environment, where nothing is enabled until the model is looked up."""
+"""Plain mlx-lm commands in a registered environment: nothing is enabled until the model is looked up."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ bind: the tests named `test_after_is_bound` look at the launch itself.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import mlx.core as mx
 
@@ -91,33 +92,32 @@ def _qkv_rope_append() -> None:
         test_qkv_rope.assert_appended(append, qkv, capacity, positions, lengths, 8, 2, 2)
 
 
-def _decode_attention() -> None:
+def _decode_attention(*splits: int) -> None:
     ring = Case([2, 9, 57], L=3, n_heads=2, dims=32, capacity=11, window=9)
     full = Case([0, 9, 100], L=2, n_heads=4, n_kv_heads=2, dims=8, capacity=104, dtype=mx.bfloat16)
-    many_heads = Case([40], n_heads=8, D=128, dims=16, mode="silu", dtype=mx.float16, most_keys=2048)
-    rounds = Case([200], n_heads=2, capacity=201, most_keys=1)
+    many_heads = Case([40], n_heads=8, D=128, dims=16, mode="silu", dtype=mx.float16)
+    # A simdgroup goes through its keys several times.
+    rounds = Case([1100], n_heads=2, capacity=1101)
     for case in (ring, full, many_heads, rounds):
-        test_decode_attention.check(_SIMULATOR, case)
+        for n in splits:
+            test_decode_attention.check_call(_SIMULATOR, case, n)
 
 
-def _norm_qkv() -> None:
-    for bits, group in ((16, 0), (4, 32)):
-        weight = random_weight(35, 192, mx.bfloat16, bits, group, 1)
-        gate_weight = random((5, 192), mx.bfloat16, 2, 192**-0.5)
-        for scale in (3.0, 1e-3):
-            test_decode_linear.assert_qkv(norm_qkv, weight, gate_weight, scale)
+def _norm_qkv(bits: int, group: int) -> None:
+    weight = random_weight(35, 192, mx.bfloat16, bits, group, 1)
+    gate_weight = random((5, 192), mx.bfloat16, 2, 192**-0.5)
+    for scale in (3.0, 1e-3):
+        test_decode_linear.assert_qkv(norm_qkv, weight, gate_weight, scale)
 
 
-def _norm_geglu() -> None:
-    for bits, group in ((16, 0), (8, 64)):
-        gate, up = (random_weight(13, 640, mx.float16, bits, group, seed) for seed in (1, 2))
-        test_decode_linear.assert_geglu(norm_geglu, gate, up, mx.float16)
+def _norm_geglu(bits: int, group: int) -> None:
+    gate, up = (random_weight(13, 640, mx.float16, bits, group, seed) for seed in (1, 2))
+    test_decode_linear.assert_geglu(norm_geglu, gate, up, mx.float16)
 
 
-def _linear_add() -> None:
-    for bits, group in ((16, 0), (8, 32)):
-        weight = random_weight(35, 192, mx.bfloat16, bits, group, 1)
-        test_decode_linear.assert_added(linear_add, weight, mx.bfloat16)
+def _linear_add(bits: int, group: int) -> None:
+    weight = random_weight(35, 192, mx.bfloat16, bits, group, 1)
+    test_decode_linear.assert_added(linear_add, weight, mx.bfloat16)
 
 
 def _subject(name: str, test: Callable[[], None]) -> Subject:
@@ -129,23 +129,25 @@ def _subject(name: str, test: Callable[[], None]) -> Subject:
 
 
 # One for each kernel; the attention and the merge of its parts are one call.
-SUBJECTS: dict[str, Subject] = {
-    name: _subject(name, test)
-    for name, test in {
-        "add_rms_norm": _add_rms_norm,
-        "geglu": _geglu,
-        "head_gate": _head_gate,
-        "project_gate": _project_gate,
-        "rope_table": _rope_table,
-        "qkv_rope": _qkv_rope,
-        "qkv_rope_append": _qkv_rope_append,
-        "decode_attention": _decode_attention,
-        "merge_gate": _decode_attention,
-        "norm_qkv": _norm_qkv,
-        "norm_geglu": _norm_geglu,
-        "linear_add": _linear_add,
-    }.items()
+_TESTS: dict[str, Callable[[], None]] = {
+    "add_rms_norm": _add_rms_norm,
+    "geglu": _geglu,
+    "head_gate": _head_gate,
+    "project_gate": _project_gate,
+    "rope_table": _rope_table,
+    "qkv_rope": _qkv_rope,
+    "qkv_rope_append": _qkv_rope_append,
+    "decode_attention": partial(_decode_attention, 8),
+    "decode_attention_final": partial(_decode_attention, 1),
+    "merge_gate": partial(_decode_attention, 8, 64),
+    "norm_qkv": partial(_norm_qkv, 16, 0),
+    "norm_qkv_quantised": partial(_norm_qkv, 4, 32),
+    "norm_geglu": partial(_norm_geglu, 16, 0),
+    "norm_geglu_quantised": partial(_norm_geglu, 8, 64),
+    "linear_add": partial(_linear_add, 16, 0),
+    "linear_add_quantised": partial(_linear_add, 8, 32),
 }
+SUBJECTS: dict[str, Subject] = {name: _subject(name, test) for name, test in _TESTS.items()}
 
 _BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
 _REVERSE = {"order": "reverse"}
@@ -161,8 +163,8 @@ TABLE: tuple[Planted, ...] = (
     Planted("decode_attention", "no barrier after the maxima", _BARRIER + "for (uint h", "for (uint h",
             Kind.UNINITIALISED),
     Planted("decode_attention", "no barrier between two heads", _BARRIER + "}", "}", Kind.RACE),
-    Planted("decode_attention", "no barrier before the outputs' sum", _BARRIER + "const size_t part",
-            "const size_t part", Kind.RACE, _REVERSE),
+    Planted("decode_attention", "no barrier before the outputs' sum", _BARRIER + "const uint head",
+            "const uint head", Kind.RACE, _REVERSE),
     Planted("decode_attention", "every tile writes the keys, told to mind", " && tile % (TILES / KV) == 0",
             "",
             Kind.RACE, {"same_value_races": True}),
@@ -181,7 +183,7 @@ TABLE: tuple[Planted, ...] = (
             WRONG_VALUES),
     Planted("decode_attention", "rows not reduced to the ring", "begin % capacity", "begin",
             Kind.OUT_OF_BOUNDS),
-    Planted("decode_attention", "no wrap within a split", "if (row >= capacity) row -= capacity;\n", "",
+    Planted("decode_attention_final", "no wrap within a split", "if (row >= capacity) row -= capacity;\n", "",
             Kind.OUT_OF_BOUNDS),
     Planted("decode_attention", "new key at the row of the first token", "(offset + t) % capacity",
             "offset % capacity", Kind.RACE),
@@ -198,8 +200,8 @@ TABLE: tuple[Planted, ...] = (
     Planted("decode_attention", "window of the first token for all", "position = offset + l",
             "position = offset", WRONG_VALUES),
     Planted("decode_attention", "phases of the first token for all",
-            "(size_t(b) * L + l) * (R / 2) + frequency",
-            "size_t(b) * L * (R / 2) + frequency", WRONG_VALUES),
+            "(size_t(b) * L + l) * (R / 2) + d",
+            "size_t(b) * L * (R / 2) + d", WRONG_VALUES),
     Planted("rope_table", "position of the first token for all", "uint(positions[b]) + l",
             "uint(positions[b])",
             WRONG_VALUES),
@@ -212,6 +214,14 @@ TABLE: tuple[Planted, ...] = (
     Planted("qkv_rope_append", "padding is written", "l >= valid || ", "", WRONG_VALUES),
     Planted("qkv_rope_append", "values written over keys", "is_key ? keys : values", "is_key ? keys : keys",
             Kind.RACE),
+    Planted("decode_attention_final", "no barrier after the maxima", _BARRIER + "for (uint h", "for (uint h",
+            Kind.UNINITIALISED),
+    Planted("decode_attention_final", "window one key too long: a row that is being written",
+            "? position + 1 - WINDOW", "? position - WINDOW", Kind.RACE),
+    Planted("decode_attention_final", "gate of the first head", "* H + head]", "* H]", WRONG_VALUES),
+    Planted("decode_attention_final", "weights not normalised", "sum / sum_of_weights", "sum", WRONG_VALUES),
+    Planted("decode_attention_final", "heads and tokens exchanged", "((size_t(b) * L + l) * H + head) * D",
+            "((size_t(b) * H + head) * L + l) * D", WRONG_VALUES),
     # Strides and indices
     Planted("geglu", "stride of one half", "row * (2 * I) + i", "row * I + i", WRONG_VALUES),
     Planted("geglu", "no bounds check", "if (i >= I) return;\n", "", Kind.OUT_OF_BOUNDS),
@@ -235,17 +245,25 @@ TABLE: tuple[Planted, ...] = (
             "(first_row + r)", Kind.OUT_OF_BOUNDS),
     Planted("norm_qkv", "last columns not cut off", "if (from >= SEGMENT) continue;\n", "",
             Kind.OUT_OF_BOUNDS),
-    Planted("norm_qkv", "scale of the neighbouring group", "float(scales[group])", "float(scales[group + 1])",
+    Planted("norm_qkv_quantised", "scale of the neighbouring group", "float(scales[group])",
+            "float(scales[group + 1])",
             Kind.OUT_OF_BOUNDS),
-    Planted("norm_qkv", "codes high bits first", "x[PER_WORD * j + i]", "x[PER_WORD * j + PER_WORD - 1 - i]",
+    Planted("norm_qkv_quantised", "codes high bits first", "x[PER_WORD * j + i]",
+            "x[PER_WORD * j + PER_WORD - 1 - i]",
             WRONG_VALUES),
     Planted("norm_qkv", "no barrier before the norm is used", _BARRIER + "sum = 0.0f;", "sum = 0.0f;",
             Kind.UNINITIALISED),
-    Planted("norm_geglu", "up projection's scales for the gate", "float(scales[", "float(up_scales[",
+    Planted("norm_geglu_quantised", "up projection's scales for the gate", "float(scales[",
+            "float(up_scales[",
             WRONG_VALUES),
-    Planted("norm_geglu", "bias of a group added once a lane", "* x_sum", "* 1.0f", WRONG_VALUES),
+    Planted("norm_geglu_quantised", "bias of a group added once a lane", "* x_sum", "* 1.0f", WRONG_VALUES),
     Planted("linear_add", "parts start at the wrong column", "part * SEGMENT + from", "part * 32 * V + from",
             Kind.OUT_OF_BOUNDS),
+    Planted("norm_geglu", "gate and up exchanged", "gelu(sums[0][r]) * sums[1][r]",
+            "gelu(sums[1][r]) * sums[0][r]",
+            WRONG_VALUES),
+    Planted("linear_add_quantised", "biases of the groups forgotten", "float(biases[group]) * x_sum", "0.0f",
+            WRONG_VALUES),
     # Numbers
     Planted("add_rms_norm", "epsilon forgotten", " + eps", "", WRONG_VALUES),
     Planted("norm_qkv", "epsilon forgotten", " + eps", "", WRONG_VALUES),
@@ -265,12 +283,12 @@ TABLE: tuple[Planted, ...] = (
     Planted("decode_attention", "sum of weights not rescaled", "lane_total * shrink + weight",
             "lane_total + weight", WRONG_VALUES),
     Planted("decode_attention", "outputs not rescaled", "o[h][i] *= factor", "o[h][i] *= 1.0f", WRONG_VALUES),
-    Planted("decode_attention", "sum over half of the lanes", "scores[0] + simd_shuffle_xor(scores[0], 1)",
-            "scores[0]", WRONG_VALUES),
-    Planted("decode_attention", "weight of another key", "simd_shuffle(weight, 2 * (h * U + u))",
+    Planted("decode_attention", "sum over half of the lanes", "score += simd_shuffle_xor(score, mask)",
+            "score += 0.0f", WRONG_VALUES),
+    Planted("decode_attention", "weight of another key", "simd_shuffle(weight, SHARE * (h * U + u))",
             "simd_shuffle(weight, h * U + u)", WRONG_VALUES),
-    Planted("decode_attention", "maximum from beyond the simdgroup", "simd_shuffle(lane_best, 2 * h * U)",
-            "simd_shuffle(lane_best, 4 * h * U)", Kind.SIMD_LANE),
+    Planted("decode_attention", "maximum from beyond the simdgroup", "simd_shuffle(lane_best, SHARE * h * U)",
+            "simd_shuffle(lane_best, 2 * SHARE * h * U)", Kind.SIMD_LANE),
     Planted("decode_attention", "scale of head_dim forgotten", "metal::precise::rsqrt(float(D))", "1.0f",
             WRONG_VALUES),
     Planted("decode_attention", "uninitialised maximum", "float lane_best = -1e30f;", "float lane_best;",
@@ -300,6 +318,6 @@ TABLE: tuple[Planted, ...] = (
     Planted("qkv_rope", "phase read as unsigned, of half the resolution", "as_type<int>(phase)", "phase",
             NOTHING),
     Planted("decode_attention", "query not rounded as the keys are",
-            "float(T(x[i] * c[i] + float(row[partner[i]]) * s[i]))",
-            "(x[i] * c[i] + float(row[partner[i]]) * s[i])", NOTHING),
+            "float(T(x[i] * c[i] + float(row[PARTNER(d0 + i)]) * s[i]))",
+            "(x[i] * c[i] + float(row[PARTNER(d0 + i)]) * s[i])", NOTHING),
 )  # fmt: skip

@@ -23,10 +23,14 @@ VARIANTS: dict[str, list[tuple[Any, ...]]] = {
     "qkv_rope": [(64, 16), (256, 256)],
     "qkv_rope_append": [(64, 16), (256, 256)],
     "decode_attention": [(256, 64, 4, None, "silu"), (64, 64, 3, 9, "sigmoid")],
+    "decode_attention_final": [(256, 64, 4, None, "silu"), (64, 64, 3, 9, "sigmoid")],
     "merge_gate": [(64, "silu"), (256, "sigmoid")],
-    "norm_qkv": [(16, 0), (8, 64), (4, 32)],
-    "norm_geglu": [(16, 0), (8, 64), (4, 32)],
-    "linear_add": [(16, 0), (8, 64), (4, 32)],
+    "norm_qkv": [(16, 0)],
+    "norm_qkv_quantised": [(8, 64), (4, 32)],
+    "norm_geglu": [(16, 0)],
+    "norm_geglu_quantised": [(8, 64), (4, 32)],
+    "linear_add": [(16, 0)],
+    "linear_add_quantised": [(8, 64), (4, 32)],
 }
 KEYS = [
     *(

@@ -439,7 +439,7 @@ def report(rows: Sequence[Planted] = TABLE, subjects: Mapping[str, Subject] | No
         good = row.expected in found
         failures += not good
         verdict = "ok  " if good else f"BAD (expected {row.expected}) "
-        print(f"{verdict}{row.subject:16} {row.bug:60} {description[:150]}")
+        print(f"{verdict}{row.subject:22} {row.bug:52} {description[:150]}")
     print(f"{len(rows) - failures} of {len(rows)} as expected")
     return failures
 
