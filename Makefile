@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PROMPT ?= Explain the with statement
+PROMPT ?= Explain the for statement
 
 .PHONY: demo test clean
 

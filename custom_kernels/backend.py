@@ -35,9 +35,13 @@ Check = Callable[..., tuple[Sequence[mx.array], Sequence[mx.array]]]
 # Largest difference of a kernel from its reference, relative to the largest magnitude: two roundings apart.
 _TOLERANCE = {mx.float32: 1e-5, mx.float16: 2.0**-9, mx.bfloat16: 2.0**-6}
 
+# Characters of a reported failure.
+_LONGEST = 300
+
 _REGISTRY: dict[str, Kernel] = {}
 _local = threading.local()
 _forced: tuple[str, Factory] | None = None
+_suspended: frozenset[str] = frozenset()
 
 
 def backend_name() -> str:
@@ -58,6 +62,25 @@ def forced(name: str, factory: Factory) -> Iterator[None]:
         yield
     finally:
         _forced = before
+
+
+@contextmanager
+def without(*names: str) -> Iterator[None]:
+    """Inside, these kernels give way to their references, and these fusions (`fusions.FUSIONS`) are off.
+
+    Verdicts of self-checks are neither used nor made for them, so they are as before afterwards.
+    """
+    global _suspended
+    before, _suspended = _suspended, _suspended.union(names)
+    try:
+        yield
+    finally:
+        _suspended = before
+
+
+def suspended() -> frozenset[str]:
+    """The names that `without` switches off now."""
+    return _suspended
 
 
 @contextmanager
@@ -115,7 +138,7 @@ class Kernel:
 
     def ready(self, *key: Any) -> bool:
         """Whether to launch this variant (True) or to call the reference; `key` is passed on to the check."""
-        if getattr(_local, "differentiable", False):
+        if getattr(_local, "differentiable", False) or self.name in _suspended:
             return False
         backend = backend_name()
         if backend == REFERENCE:
@@ -131,6 +154,8 @@ class Kernel:
             return REFERENCE
         if self.name in switched_off():
             return f"{REFERENCE} (switched off by {SWITCH})"
+        if self.name in _suspended:
+            return f"{REFERENCE} (suspended)"
         failed = next((why for (name, *_), why in self._verdicts.items() if name == backend and why), "")
         return f"{REFERENCE} ({failed})" if failed else backend
 
@@ -183,16 +208,28 @@ class Kernel:
             worst = max(worst, relative / _TOLERANCE.get(ours.dtype, 0.5 / 2**31))
         return worst
 
-    def _first_use(self, key: tuple[Any, ...]) -> str:
-        if self.name in switched_off():
-            return "switched off"
+    def trial(self, *key: Any) -> tuple[float, str]:
+        """Check a variant now and hold it to the outcome from here on.
+
+        Returns:
+            (`error` of the variant, or inf when it does not run; why its reference runs instead, or "").
+        """
         # The check launches through the same functions: they must find the kernel usable meanwhile.
         self._verdicts[backend_name(), *key] = ""
+        error = float("inf")
         try:
             error = self.error(*key)
             why = "" if error <= 1 else f"differs from its reference by {error:.3g} times the tolerance"
         except Exception as failure:
-            why = f"does not run: {str(failure).strip().splitlines()[0] if str(failure) else failure!r}"
+            # A compiler's message follows the line that says it did not build.
+            why = f"does not run: {' '.join(str(failure).split())[:_LONGEST] or repr(failure)}"
+        self._verdicts[backend_name(), *key] = why
+        return error, why
+
+    def _first_use(self, key: tuple[Any, ...]) -> str:
+        if self.name in switched_off():
+            return "switched off"
+        _, why = self.trial(*key)
         if why:
             warnings.warn(f"kernel {self.name} {why}; its reference in mx ops runs instead", stacklevel=3)
         return why

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .custom_kernels.backend import suspended
+
 
 class Fusion(NamedTuple):
     """Backends that a fusion is on for, with the reason; None switches it off there."""
@@ -28,4 +30,6 @@ FUSIONS = {
 
 def is_on(fusion: str, backend: str) -> bool:
     """Whether a fusion runs on a backend."""
-    return backend in ("cuda", "metal") and getattr(FUSIONS[fusion], backend) is not None
+    if fusion in suspended() or backend not in ("cuda", "metal"):
+        return False
+    return getattr(FUSIONS[fusion], backend) is not None

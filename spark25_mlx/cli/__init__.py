@@ -18,6 +18,8 @@ OWN = {
     "register": ("registration", "register", "make plain mlx-lm use this package in the whole environment"),
     "unregister": ("registration", "unregister", "undo register"),
     "which": ("which", "which", "show which model class and kernels mlx-lm uses here"),
+    "bench": ("bench", "bench", "measure decode and prefill speed against mlx-lm's own model"),
+    "doctor": ("doctor", "doctor", "check and time the GPU kernels on this machine"),
 }
 
 # Subcommand -> module of mlx-lm.

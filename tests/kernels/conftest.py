@@ -14,11 +14,6 @@ from tests.kernels.backends import GPU, SIMULATOR, Backend, simulated
 NAMES = (REFERENCE, SIMULATOR, GPU)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    for name in NAMES:
-        config.addinivalue_line("markers", f"{name}: kernel tests on this back end")
-    config.addinivalue_line("markers", "fallback: no kernel is to be launched, its reference runs instead")
-
 
 @pytest.fixture(params=[pytest.param(name, marks=getattr(pytest.mark, name)) for name in NAMES])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
