@@ -53,6 +53,11 @@ def backend_name() -> str:
     return "metal" if mx.metal.is_available() else "cuda"
 
 
+def backend_key() -> object:
+    """What prepared launches are valid for: `backend_name`, or what `forced` has put in its place."""
+    return _forced or backend_name()
+
+
 @contextmanager
 def forced(name: str, factory: Factory) -> Iterator[None]:
     """Run all kernels through `factory`, which is called as `mx.fast.metal_kernel` is. For simulators."""

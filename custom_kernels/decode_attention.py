@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .backend import Constant, Kernel, Launch, backend_name
+from .backend import Constant, Kernel, Launch, backend_key, backend_name
 from .head_gate import head_gate_reference
 from .qkv_rope import qkv_rope_append_reference
 from .rope import rope_table, rope_turns
@@ -28,7 +28,7 @@ _MOST_HEADS = 4
 # The merge kernel knows two splits a lane.
 _MOST_SPLITS = 64
 Outputs = tuple[tuple[mx.array, ...], tuple[mx.array, ...]]
-_BOUND: dict[tuple[str, Shape, int], Callable[..., mx.array]] = {}
+_BOUND: dict[tuple[object, Shape, int], Callable[..., mx.array]] = {}
 
 
 def decode_attention_reference(
@@ -139,7 +139,7 @@ def bind_decode_attention(shape: Shape, splits: int) -> Callable[..., mx.array]:
     Args:
         splits: threadgroups that share the keys, from `split_count`.
     """
-    key = (backend_name(), shape, splits)
+    key = (backend_key(), shape, splits)
     if key not in _BOUND:
         _BOUND[key] = _bind(shape, splits)
     return _BOUND[key]

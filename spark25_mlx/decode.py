@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .cache import FullKVCache, LayerCache, SlidingKVCache
-from .custom_kernels.backend import backend_name, suspended
+from .custom_kernels.backend import backend_key, backend_name, suspended
 from .custom_kernels.decode_attention import Shape, bind_decode_attention, can_decode, split_count
 from .custom_kernels.decode_linear import (
     Bound,
@@ -63,8 +63,9 @@ class FusedDecoder:
     """
 
     def __init__(self, model: nn.Module, dtype: mx.Dtype) -> None:
-        self._prepared_for = backend_name(), suspended()
-        self._watched = [
+        self._prepared_for = backend_key(), suspended()
+        self._watched: list[tuple[Any, Any]] = [(model.layers, i) for i in range(len(model.layers))]
+        self._watched += [
             (module, name)
             for _, module in model.named_modules()
             for name, value in module.items()
@@ -79,7 +80,7 @@ class FusedDecoder:
 
     def is_current(self) -> bool:
         """Whether backend, modules and arrays are still those that were prepared for."""
-        now = backend_name(), suspended()
+        now = backend_key(), suspended()
         return self._prepared_for == now and all(map(is_, starmap(getitem, self._watched), self._seen))
 
     def __call__(self, x: mx.array, caches: Sequence[LayerCache]) -> mx.array:

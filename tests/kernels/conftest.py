@@ -14,7 +14,6 @@ from tests.kernels.backends import GPU, SIMULATOR, Backend, simulated
 NAMES = (REFERENCE, SIMULATOR, GPU)
 
 
-
 @pytest.fixture(params=[pytest.param(name, marks=getattr(pytest.mark, name)) for name in NAMES])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """The back end to test. Kernels run without their first-use self-check, which has a test of its own: one
