@@ -8,6 +8,9 @@ import mlx_lm.models.cache as mlx_lm_cache
 import pytest
 
 from spark25_mlx.cache import CACHE_CLASSES
+from tests.kernels.conftest import backend
+
+__all__ = ["backend", "known_to_mlx_lm"]
 
 
 @pytest.fixture(autouse=True)

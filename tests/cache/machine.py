@@ -27,8 +27,20 @@ from spark25_mlx.cache import (
     storage,
     trim,
 )
+from tests.kernels.backends import Backend
 
-from .reference import KV, D, Sequence_, check_append, kernel_writes, keys_of, new_tags, stored, values_of
+from .reference import (
+    KV,
+    STAND_IN,
+    D,
+    Sequence_,
+    check_append,
+    kernel_writes,
+    keys_of,
+    new_tags,
+    stored,
+    values_of,
+)
 
 _MOST_CACHES = 4
 _MOST_SEQUENCES = 5
@@ -60,11 +72,15 @@ class Session:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Subclasses set the window, the slack and how often the sliding layer keeps snapshots."""
+    """Subclasses set the window, the slack, the distance of snapshots and what writes in place.
+
+    With the back end "gpu" all operations run on MLX's default device, with the others on the CPU.
+    """
 
     window: int
     slack: int
     every: int | None = None
+    backend: Backend = STAND_IN
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +89,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.snapshots: list[tuple[Snapshot, np.ndarray]] = []
         self.tag = 1
         self._context = ExitStack()
-        self.kernel = self._context.enter_context(kernel_writes())
+        self.kernel = self._context.enter_context(kernel_writes(self.backend))
         # Buffers of small windows grow in small steps, so that they grow at all.
         patch = self._context.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(storage, "_STEP", max(1, min(256, self.window // 2)))
@@ -364,7 +380,10 @@ class CacheMachine(RuleBasedStateMachine):
             self._context.close()
 
 
-def machine(window: int, slack: int, every: int | None = None) -> type[CacheMachine]:
-    """The machine for one window, slack and snapshot distance."""
+def machine(
+    window: int, slack: int, every: int | None = None, backend: Backend = STAND_IN
+) -> type[CacheMachine]:
+    """The machine for one window, slack and snapshot distance, with a back end for the writes in place."""
     name = f"Window{window}Slack{slack}"
-    return type(name, (CacheMachine,), {"window": window, "slack": slack, "every": every})
+    attributes = {"window": window, "slack": slack, "every": every, "backend": backend}
+    return type(name, (CacheMachine,), attributes)

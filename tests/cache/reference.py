@@ -1,4 +1,4 @@
-"""What caches must do, said with plain lists of tokens, and a stand-in for kernels that write in place.
+"""What caches must do, said with plain lists of tokens, and the ways in which tests write in place.
 
 Every token has a tag, and its keys and values are made from the tag alone, so that any mix-up of positions,
 heads, sequences or caches shows in the numbers.
@@ -6,9 +6,10 @@ heads, sequences or caches shows in the numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +18,12 @@ import numpy as np
 import pytest
 
 from spark25_mlx.cache import LayerCache, QuantizedFullKVCache, SlidingKVCache, storage
+from spark25_mlx.custom_kernels.backend import REFERENCE
+from spark25_mlx.custom_kernels.qkv_rope import qkv_rope_append
+from tests.kernels.backends import GPU, Backend
 
 KV, D = 2, 32
+STAND_IN = Backend(REFERENCE)
 _PADDING_TAG = 100_000
 
 
@@ -42,12 +47,11 @@ def tags_of(keys: np.ndarray) -> np.ndarray:
 
 def stored(cache: LayerCache, tags: Any) -> list[np.ndarray]:
     """What the buffers of a cache hold for tags [B, n]: arrays [B, KV, n, ...]."""
-    arrays = [mx.array(keys_of(tags)), mx.array(values_of(tags))]
-    if isinstance(cache, QuantizedFullKVCache):
-        arrays = [
-            part for x in arrays for part in mx.quantize(x, group_size=cache.group_size, bits=cache.bits)
-        ]
-    return [np.array(x) for x in arrays]
+    arrays = [keys_of(tags), values_of(tags)]
+    if not isinstance(cache, QuantizedFullKVCache):
+        return arrays
+    quantize = partial(mx.quantize, group_size=cache.group_size, bits=cache.bits)
+    return [np.array(part) for x in arrays for part in quantize(mx.array(x))]
 
 
 def flat(pair: Any) -> list[mx.array]:
@@ -158,60 +162,112 @@ def visible_columns(mask: Any, batch: int, length: int, n: int) -> np.ndarray:
     return np.broadcast_to(array, (batch, length, n))
 
 
-@dataclass
-class _Write:
-    previous: mx.array | None
-    buffers: list[mx.array]
-    rows: list[np.ndarray]
-    slots: list[np.ndarray]
-    valid: list[int]
-
-
 class KernelWrites:
-    """Writes tokens into the memory of a cache's buffers behind MLX's back, as a kernel does, and as late.
+    """Writes tokens into the memory of a cache's buffers behind MLX's back, as kernels do, and as late.
 
     A write happens when its output, the `last` of the commit, is evaluated, after those whose output it took.
+
+    - gpu: `last` is the output of the project's kernel, so MLX itself sees to that. No kernel writes
+      quantised buffers: their tokens are appended as values.
+    - simulator: it would run the kernel at the call, so the call is put off until the caches evaluate `last`,
+      of which `evaluated` is told. Quantised buffers are written as by the reference.
+    - reference: numpy assigns to the memory, put off likewise.
     """
 
-    def __init__(self) -> None:
-        self._pending: dict[int, tuple[mx.array, _Write]] = {}
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        # By id of `last`: itself, the `last` before, and what writes.
+        self._pending: dict[int, tuple[mx.array, mx.array | None, Callable[[], object]]] = {}
 
     def write(self, cache: LayerCache, tags: np.ndarray) -> None:
         """Append tokens [B, L] in place."""
         length = tags.shape[1]
+        is_quantised = isinstance(cache, QuantizedFullKVCache)
+        if is_quantised and self._backend.name == GPU:
+            cache.append(mx.array(keys_of(tags)), mx.array(values_of(tags)))
+            return
         buffers = flat(cache.reserve(length, shape=(tags.shape[0], KV, D), dtype=mx.float32))
-        valid = cache.valid(length)
-        slots = [np.arange(o, o + v) for o, v in zip(cache.offsets, valid, strict=True)]
-        if isinstance(cache, SlidingKVCache):
-            slots = [s % (cache.window + cache.slack) for s in slots]
+        valid, after = cache.valid(length), cache.last
+        if self._backend.name == GPU:
+            cache.commit(length, self._launch(buffers, tags, cache.offsets, valid, after))
+            return
+        put: Callable[[], object]
+        if is_quantised or self._backend.is_reference:
+            put = partial(_assign, buffers, stored(cache, tags), _slots(cache, valid))
+        else:
+            put = partial(self._launch, buffers, tags, cache.offsets, valid, after)
         last = mx.zeros(1)
-        self._pending[id(last)] = last, _Write(cache.last, buffers, stored(cache, tags), slots, valid)
+        self._pending[id(last)] = last, after, put
         cache.commit(length, last)
 
     def evaluated(self, array: Any) -> None:
         """Do the writes that an evaluated array depends on."""
-        _, write = self._pending.pop(id(array), (None, None))
-        if write is None:
+        pending = self._pending.pop(id(array), None)
+        if pending is None:
             return
-        self.evaluated(write.previous)
-        for buffer, rows in zip(write.buffers, write.rows, strict=True):
-            mx.eval(buffer)
-            memory = np.array(buffer, copy=False)
-            assert memory.flags.c_contiguous and memory.flags.writeable
-            for i, (slots, n) in enumerate(zip(write.slots, write.valid, strict=True)):
-                memory[i][:, slots] = rows[i][:, :n]
+        _, before, put = pending
+        self.evaluated(before)
+        put()
+
+    def _launch(
+        self,
+        buffers: list[mx.array],
+        tags: np.ndarray,
+        positions: list[int],
+        valid: list[int],
+        after: mx.array | None,
+    ) -> mx.array:
+        """The kernel's output. It rotates by no turns, which leaves every key as it is."""
+        keys, values = buffers
+        heads = [np.zeros((len(tags), 1, tags.shape[1], D), np.float32), keys_of(tags), values_of(tags)]
+        qkv = mx.array(np.concatenate(heads, axis=1).transpose(0, 2, 1, 3).reshape(*tags.shape, -1))
+        with self._backend.writing("keys", "values"):
+            return qkv_rope_append(
+                qkv,
+                keys,
+                values,
+                mx.array(positions, dtype=mx.int32),
+                mx.array(valid, dtype=mx.int32),
+                mx.zeros(D // 2, dtype=mx.uint64),
+                qkv if after is None else after,
+                n_heads=1,
+                n_kv_heads=KV,
+            )
+
+
+def _slots(cache: LayerCache, valid: list[int]) -> list[np.ndarray]:
+    """Rows of the buffers for the next valid tokens of each sequence."""
+    slots = [np.arange(o, o + v) for o, v in zip(cache.offsets, valid, strict=True)]
+    if isinstance(cache, SlidingKVCache):
+        slots = [s % (cache.window + cache.slack) for s in slots]
+    return slots
+
+
+def _assign(buffers: list[mx.array], rows: list[np.ndarray], slots: list[np.ndarray]) -> None:
+    """Write the first of the rows [B, KV, L, ...] of each sequence into its slots of the buffers' memory."""
+    for buffer, new in zip(buffers, rows, strict=True):
+        mx.eval(buffer)
+        memory = np.array(buffer, copy=False)
+        assert memory.flags.c_contiguous and memory.flags.writeable
+        for i, own in enumerate(slots):
+            memory[i][:, own] = new[i][:, : len(own)]
 
 
 @contextmanager
-def kernel_writes() -> Iterator[KernelWrites]:
-    """While it lasts, caches that evaluate a commit's `last` make the write happen."""
-    writes = KernelWrites()
+def kernel_writes(backend: Backend = STAND_IN) -> Iterator[KernelWrites]:
+    """Writes by a back end, the reference unless said. For all but a GPU, while it lasts, MLX runs on the CPU
+    and caches that evaluate a commit's `last` make the write happen."""
+    writes = KernelWrites(backend)
+    if backend.name == GPU:
+        yield writes
+        return
 
     def evaluate(*arrays: Any) -> None:
         for array in arrays:
             writes.evaluated(array)
         mx.eval(*arrays)
 
-    with pytest.MonkeyPatch.context() as patch:
+    # Numpy and the simulator reach only the CPU's memory.
+    with mx.stream(mx.cpu), pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "mx", SimpleNamespace(**{**vars(mx), "eval": evaluate}))
         yield writes
