@@ -33,7 +33,7 @@ def add_rms_norm(
     Returns:
         (h fp32 [..., H], x [..., H] in weight's dtype).
     """
-    if not _KERNEL.ready(weight.dtype, None if delta is None else delta.dtype):
+    if not _KERNEL.ready(weight.dtype, None if delta is None else delta.dtype, residual.shape[-1]):
         return add_rms_norm_reference(residual, delta, weight, eps=eps)
     size = residual.shape[-1]
     # Four elements a thread keep a decode step's single row within one wave of loads.
@@ -56,11 +56,11 @@ def scalar(value: float) -> mx.array:
 
 
 def _check(
-    dtype: mx.Dtype, delta_dtype: mx.Dtype | None
+    dtype: mx.Dtype, delta_dtype: mx.Dtype | None, size: int = 160
 ) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
-    residual = mx.random.normal((3, 160), key=mx.random.key(0))
+    residual = mx.random.normal((3, size), key=mx.random.key(0))
     delta = None if delta_dtype is None else residual[::-1].astype(delta_dtype)
-    weight = (1 + mx.arange(160) / 160).astype(dtype)
+    weight = (1 + mx.arange(size) / size).astype(dtype)
     arguments = (residual, delta, weight)
     return add_rms_norm(*arguments, eps=1e-6), add_rms_norm_reference(*arguments, eps=1e-6)
 

@@ -213,13 +213,13 @@ def can_decode(shape: Shape) -> bool:
     if shape.head_dim % 32 or shape.head_dim > 256:
         return False
     group = shape.n_heads // shape.n_kv_heads
-    variant = (shape.dtype, shape.head_dim, shape.dims, group, shape.window, shape.mode)
+    variant = (shape.dtype, shape.head_dim, shape.dims, group, shape.window, shape.mode, shape.n_kv_heads)
     if not _FINAL.ready(*variant):
         return False
     # A window that one threadgroup can do never needs the others.
     if split_count(1 << 30, shape.window) == 1:
         return True
-    return _MERGE.ready(shape.dtype, shape.head_dim, shape.mode) and _ATTENTION.ready(*variant)
+    return _MERGE.ready(shape.dtype, shape.head_dim, shape.mode, shape.n_heads) and _ATTENTION.ready(*variant)
 
 
 @cache
@@ -243,28 +243,31 @@ def _heads_of_tile(group: int) -> int:
     return next(n for n in range(_MOST_HEADS, 0, -1) if group % n == 0)
 
 
-def _check(dtype: mx.Dtype, head_dim: int, dims: int, group: int, window: int | None, mode: str) -> Outputs:
-    return _compare(Shape(dtype, 2, 2, group, 1, head_dim, dims, window, mode), 8)
+def _check(
+    dtype: mx.Dtype, head_dim: int, dims: int, group: int, window: int | None, mode: str, n_kv_heads: int = 1
+) -> Outputs:
+    return _compare(Shape(dtype, 2, 2, group * n_kv_heads, n_kv_heads, head_dim, dims, window, mode), 8)
 
 
 def _check_final(
-    dtype: mx.Dtype, head_dim: int, dims: int, group: int, window: int | None, mode: str
+    dtype: mx.Dtype, head_dim: int, dims: int, group: int, window: int | None, mode: str, n_kv_heads: int = 1
 ) -> Outputs:
-    return _compare(Shape(dtype, 2, 2, group, 1, head_dim, dims, window, mode), 1)
+    return _compare(Shape(dtype, 2, 2, group * n_kv_heads, n_kv_heads, head_dim, dims, window, mode), 1)
 
 
 def _compare(shape: Shape, splits: int) -> Outputs:
     """Two rows of two tokens, in a ring one that has wrapped; reads what was written in place through MLX."""
-    group, window, dtype = shape.n_heads, shape.window, shape.dtype
+    n_heads, n_kv_heads, window, dtype = shape.n_heads, shape.n_kv_heads, shape.window, shape.dtype
     capacity = 64 if window is None else window + 8
     positions = mx.array([17, 50 if window is None else 2 * capacity + 3], dtype=mx.int32)
-    buffer = (2, 1, capacity, shape.head_dim)
+    buffer = (2, n_kv_heads, capacity, shape.head_dim)
     keys, values = (mx.random.normal(buffer, key=mx.random.key(i)).astype(dtype) for i in (0, 1))
-    qkv = mx.random.normal((2, 2, (group + 2) * shape.head_dim), key=mx.random.key(2)).astype(dtype)
-    scores = mx.random.normal((2, 2, group), key=mx.random.key(3)).astype(dtype)
+    width = (n_heads + 2 * n_kv_heads) * shape.head_dim
+    qkv = mx.random.normal((2, 2, width), key=mx.random.key(2)).astype(dtype)
+    scores = mx.random.normal((2, 2, n_heads), key=mx.random.key(3)).astype(dtype)
     turns = rope_turns(10_000.0, shape.dims)
     expected = decode_attention_reference(
-        qkv, scores, keys, values, positions, turns, n_heads=group, window=window, mode=shape.mode
+        qkv, scores, keys, values, positions, turns, n_heads=n_heads, window=window, mode=shape.mode
     )
     # What the in-place writes are compared with must be there before them.
     mx.eval(expected)
@@ -274,10 +277,10 @@ def _compare(shape: Shape, splits: int) -> Outputs:
     return (out, keys, values), expected
 
 
-def _check_merge(dtype: mx.Dtype, head_dim: int, mode: str) -> Outputs:
-    parts = mx.random.normal((2, 3, 5, 4, head_dim), key=mx.random.key(0))
-    stats = mx.random.uniform(1, 2, (2, 3, 5, 4, 2), key=mx.random.key(1))
-    scores = mx.random.normal((2, 5, 3), key=mx.random.key(2)).astype(dtype)
+def _check_merge(dtype: mx.Dtype, head_dim: int, mode: str, n_heads: int = 3) -> Outputs:
+    parts = mx.random.normal((2, n_heads, 5, 4, head_dim), key=mx.random.key(0))
+    stats = mx.random.uniform(1, 2, (2, n_heads, 5, 4, 2), key=mx.random.key(1))
+    scores = mx.random.normal((2, 5, n_heads), key=mx.random.key(2)).astype(dtype)
     weight = mx.power(2.0, stats[..., :1] - mx.max(stats[..., :1], axis=-2, keepdims=True))
     out = mx.sum(weight * parts, axis=-2) / mx.sum(weight * stats[..., 1:], axis=-2)
     ours = _bind_merge(dtype, parts.shape, mode)(inputs=[parts, stats, scores])[0]

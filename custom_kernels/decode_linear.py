@@ -69,11 +69,12 @@ class Weight:
 
     def apply(self, x: mx.array) -> mx.array:
         """x Wᵀ in fp32."""
-        x = x.astype(mx.float32)
-        if self.scales is None or self.biases is None:
-            return x @ self.weight.astype(mx.float32).T
-        scales, biases = self.scales.astype(mx.float32), self.biases.astype(mx.float32)
-        return mx.quantized_matmul(x, self.weight, scales, biases, group_size=self.group_size, bits=self.bits)
+        weight = self.weight
+        if self.scales is not None and self.biases is not None:
+            scales, biases = self.scales.astype(mx.float32), self.biases.astype(mx.float32)
+            weight = mx.dequantize(weight, scales, biases, group_size=self.group_size, bits=self.bits)
+        # Not a matmul, which some GPUs would do in less than fp32.
+        return mx.sum(x.astype(mx.float32)[..., None, :] * weight.astype(mx.float32), axis=-1)
 
 
 def _norm(residual: mx.array, norm_weight: mx.array, eps: float) -> mx.array:
@@ -188,20 +189,38 @@ def bind_linear_add(weight: Weight, dtype: mx.Dtype) -> Bound:
     return lambda residual, x: launch(inputs=[residual, x, *arrays])
 
 
-def can_fuse(dtype: mx.Dtype, weight: Weight, *, normed: bool) -> bool:
-    """Whether the kernels run here for a layer of this format and width; normed: behind an RMSNorm."""
+def can_norm_qkv(dtype: mx.Dtype, weight: Weight, gate_weight: mx.array) -> bool:
+    """Whether `norm_qkv` runs here for layers of this format and shape."""
+    return _fits(weight, "norm_qkv") and _NORM_QKV[weight.quantised].ready(
+        dtype, weight.bits, weight.group_size, weight.rows, weight.columns, gate_weight.shape[0]
+    )
+
+
+def can_norm_geglu(dtype: mx.Dtype, gate: Weight, up: Weight) -> bool:
+    """Whether `norm_geglu` runs here for layers of this format and shape."""
+    return (
+        (gate.bits, gate.group_size) == (up.bits, up.group_size)
+        and _fits(gate, "norm_geglu")
+        and _NORM_GEGLU[gate.quantised].ready(dtype, gate.bits, gate.group_size, gate.rows, gate.columns)
+    )
+
+
+def can_linear_add(dtype: mx.Dtype, weight: Weight) -> bool:
+    """Whether `linear_add` runs here for a layer of this format and shape."""
+    return _fits(weight, "linear_add") and _LINEAR_ADD[weight.quantised].ready(
+        dtype, weight.bits, weight.group_size, weight.rows, weight.columns
+    )
+
+
+def _fits(weight: Weight, kernel: str) -> bool:
     if weight.bits not in (4, 8, 16):
         return False
     values = 8 if weight.bits == 16 else 16
-    split = _TUNING["linear_add", weight.bits][1]
+    split = _TUNING[kernel, weight.bits][1]
     return (
         weight.columns % (split * values) == 0
-        and (not normed or weight.columns <= _MOST_NORMED)
+        and (kernel == "linear_add" or weight.columns <= _MOST_NORMED)
         and weight.group_size % values == 0
-        and all(
-            kernel[weight.quantised].ready(dtype, weight.bits, weight.group_size)
-            for kernel in (_NORM_QKV, _NORM_GEGLU, _LINEAR_ADD)
-        )
     )
 
 
@@ -226,36 +245,44 @@ def _geometry(weight: Weight, more_rows: int, kernel: str, constants: dict[str, 
     }
 
 
-def _example(dtype: mx.Dtype, bits: int, group_size: int, rows: int, seed: int) -> Weight:
-    plain = (mx.random.normal((rows, 640), key=mx.random.key(seed)) / 16).astype(dtype)
+def _example(dtype: mx.Dtype, bits: int, group_size: int, shape: tuple[int, int], seed: int) -> Weight:
+    plain = (mx.random.normal(shape, key=mx.random.key(seed)) * shape[1] ** -0.5).astype(dtype)
     if bits == 16:
         return Weight(plain)
     return Weight(*mx.quantize(plain, group_size=group_size, bits=bits), bits=bits, group_size=group_size)
 
 
-def _norm_inputs(dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    residual = mx.random.normal((1, 1, 640), key=mx.random.key(0)) * 3
-    return residual, (1 + mx.arange(640) / 640).astype(dtype)
+def _norm_inputs(dtype: mx.Dtype, columns: int) -> tuple[mx.array, mx.array]:
+    residual = mx.random.normal((1, 1, columns), key=mx.random.key(0)) * 3
+    return residual, (1 + mx.arange(columns) / columns).astype(dtype)
 
 
 Outputs = tuple[tuple[mx.array, ...], tuple[mx.array, ...]]
 
 
-def _check_norm_qkv(dtype: mx.Dtype, bits: int, group_size: int) -> Outputs:
-    weight = _example(dtype, bits, group_size, 70, 1)
-    arguments = (*_norm_inputs(dtype), weight, _example(dtype, 16, 0, 5, 2).weight)
+def _check_norm_qkv(
+    dtype: mx.Dtype, bits: int, group_size: int, rows: int = 70, columns: int = 640, heads: int = 5
+) -> Outputs:
+    weight = _example(dtype, bits, group_size, (rows, columns), 1)
+    gate_weight = _example(dtype, 16, 0, (heads, columns), 2).weight
+    arguments = (*_norm_inputs(dtype, columns), weight, gate_weight)
     return norm_qkv(*arguments, eps=1e-6), norm_qkv_reference(*arguments, eps=1e-6)
 
 
-def _check_norm_geglu(dtype: mx.Dtype, bits: int, group_size: int) -> Outputs:
-    gate, up = (_example(dtype, bits, group_size, 70, seed) for seed in (1, 2))
-    arguments = (*_norm_inputs(dtype), gate, up)
+def _check_norm_geglu(
+    dtype: mx.Dtype, bits: int, group_size: int, rows: int = 70, columns: int = 640
+) -> Outputs:
+    gate, up = (_example(dtype, bits, group_size, (rows, columns), seed) for seed in (1, 2))
+    arguments = (*_norm_inputs(dtype, columns), gate, up)
     return (norm_geglu(*arguments, eps=1e-6),), (norm_geglu_reference(*arguments, eps=1e-6),)
 
 
-def _check_linear_add(dtype: mx.Dtype, bits: int, group_size: int) -> Outputs:
-    residual, x = _norm_inputs(dtype)
-    arguments = (residual[..., :70], x[None, None], _example(dtype, bits, group_size, 70, 1))
+def _check_linear_add(
+    dtype: mx.Dtype, bits: int, group_size: int, rows: int = 70, columns: int = 640
+) -> Outputs:
+    residual = mx.random.normal((1, 1, rows), key=mx.random.key(3))
+    x = _norm_inputs(dtype, columns)[0].astype(dtype)
+    arguments = (residual, x, _example(dtype, bits, group_size, (rows, columns), 1))
     return (linear_add(*arguments),), (linear_add_reference(*arguments),)
 
 

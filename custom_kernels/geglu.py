@@ -51,10 +51,10 @@ def geglu(gate: mx.array, up: mx.array | None = None) -> mx.array:
     Returns:
         [..., I] in gate's dtype.
     """
-    if not _KERNEL.ready(gate.dtype, up is None):
-        return geglu_reference(gate, up)
     concatenated = up is None
     size = gate.shape[-1] // (2 if concatenated else 1)
+    if not _KERNEL.ready(gate.dtype, concatenated, size):
+        return geglu_reference(gate, up)
     rows = gate.size // gate.shape[-1]
     return _KERNEL.launch(
         [gate, gate if up is None else up],
@@ -66,8 +66,10 @@ def geglu(gate: mx.array, up: mx.array | None = None) -> mx.array:
     )[0]
 
 
-def _check(dtype: mx.Dtype, concatenated: bool) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
-    gate = mx.linspace(-8, 8, 300).reshape(3, 100).astype(dtype)
+def _check(
+    dtype: mx.Dtype, concatenated: bool, size: int = 100
+) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
+    gate = mx.linspace(-8, 8, 3 * size).reshape(3, size).astype(dtype)
     up = gate[::-1] + 1
     inputs = (mx.concatenate([gate, up], axis=-1),) if concatenated else (gate, up)
     return (geglu(*inputs),), (geglu_reference(*inputs),)

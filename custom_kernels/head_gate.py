@@ -31,7 +31,7 @@ def head_gate(x: mx.array, scores: mx.array, *, mode: str) -> mx.array:
     Returns:
         [B, L, H * D] in x's dtype.
     """
-    if not _supported(x) or not _KERNEL.ready(x.dtype, x.shape[-1], mode):
+    if not _supported(x) or not _KERNEL.ready(x.dtype, x.shape[-1], mode, x.shape[1]):
         return head_gate_reference(x, scores, mode=mode)
     return _launch(_KERNEL, x, [scores], mode, {})
 
@@ -61,7 +61,9 @@ def project_gate(
     Returns:
         [B, L, H * D] in x's dtype.
     """
-    if not _supported(x) or not _PROJECT.ready(x.dtype, x.shape[-1], mode, bias is not None):
+    if not _supported(x) or not _PROJECT.ready(
+        x.dtype, x.shape[-1], mode, bias is not None, x.shape[1], hidden.shape[-1]
+    ):
         return project_gate_reference(x, hidden, weight, bias, mode=mode)
     inputs = [hidden, weight, weight if bias is None else bias]
     return _launch(_PROJECT, x, inputs, mode, {"K": hidden.shape[-1], "HAS_BIAS": bias is not None})
@@ -85,19 +87,21 @@ def _launch(
     )[0]
 
 
-def _check(dtype: mx.Dtype, head_dim: int, mode: str) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
-    x = mx.random.normal((2, 3, 5, head_dim), key=mx.random.key(0)).astype(dtype)
-    scores = mx.linspace(-8, 8, 30).reshape(2, 5, 3).astype(dtype)
+def _check(
+    dtype: mx.Dtype, head_dim: int, mode: str, heads: int = 3
+) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
+    x = mx.random.normal((2, heads, 5, head_dim), key=mx.random.key(0)).astype(dtype)
+    scores = mx.linspace(-8, 8, 10 * heads).reshape(2, 5, heads).astype(dtype)
     return (head_gate(x, scores, mode=mode),), (head_gate_reference(x, scores, mode=mode),)
 
 
 def _check_project(
-    dtype: mx.Dtype, head_dim: int, mode: str, has_bias: bool
+    dtype: mx.Dtype, head_dim: int, mode: str, has_bias: bool, heads: int = 3, columns: int = 96
 ) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
-    x = mx.random.normal((2, 3, 5, head_dim), key=mx.random.key(0)).astype(dtype)
-    hidden = mx.random.normal((2, 5, 96), key=mx.random.key(1)).astype(dtype)
-    weight = (mx.random.normal((3, 96), key=mx.random.key(2)) * 0.1).astype(dtype)
-    bias = mx.array([0.5, 0.0, -0.5]).astype(dtype) if has_bias else None
+    x = mx.random.normal((2, heads, 5, head_dim), key=mx.random.key(0)).astype(dtype)
+    hidden = mx.random.normal((2, 5, columns), key=mx.random.key(1)).astype(dtype)
+    weight = (mx.random.normal((heads, columns), key=mx.random.key(2)) * columns**-0.5).astype(dtype)
+    bias = mx.linspace(-0.5, 0.5, heads).astype(dtype) if has_bias else None
     arguments = (x, hidden, weight, bias)
     return (project_gate(*arguments, mode=mode),), (project_gate_reference(*arguments, mode=mode),)
 

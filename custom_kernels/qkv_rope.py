@@ -60,7 +60,7 @@ def qkv_rope(
         q [B, n_heads, L, D], k and v [B, n_kv_heads, L, D], in qkv's dtype.
     """
     D = qkv.shape[-1] // (n_heads + 2 * n_kv_heads)
-    if D % 32 != 0 or not _KERNEL.ready(qkv.dtype, D, 2 * turns.size):
+    if D % 32 != 0 or not _KERNEL.ready(qkv.dtype, D, 2 * turns.size, n_heads, n_kv_heads):
         return qkv_rope_reference(qkv, positions, turns, n_heads=n_heads, n_kv_heads=n_kv_heads)
     B, L, _ = qkv.shape
     q, k, v = _KERNEL.launch(
@@ -130,7 +130,7 @@ def qkv_rope_append(
         RuntimeError: no kernel for these shapes runs here; see `can_append`.
     """
     D = keys.shape[-1]
-    if not can_append(qkv.dtype, D, 2 * turns.size):
+    if not can_append(qkv.dtype, D, 2 * turns.size, n_heads, n_kv_heads):
         raise RuntimeError("qkv_rope_append: writing in place needs a GPU kernel, and none runs here")
     B, L, _ = qkv.shape
     return _APPEND.launch(
@@ -141,9 +141,9 @@ def qkv_rope_append(
     )[0]
 
 
-def can_append(dtype: mx.Dtype, head_dim: int, dims: int) -> bool:
+def can_append(dtype: mx.Dtype, head_dim: int, dims: int, n_heads: int, n_kv_heads: int) -> bool:
     """Whether `qkv_rope_append` runs here, its in-place writes seen by MLX's own reads included."""
-    return head_dim % 32 == 0 and _APPEND.ready(dtype, head_dim, dims)
+    return head_dim % 32 == 0 and _APPEND.ready(dtype, head_dim, dims, n_heads, n_kv_heads)
 
 
 def _geometry(qkv: mx.array, turns: mx.array, n_heads: int, n_kv_heads: int, D: int) -> dict[str, Any]:
@@ -155,31 +155,34 @@ def _geometry(qkv: mx.array, turns: mx.array, n_heads: int, n_kv_heads: int, D: 
     }
 
 
-def _example(dtype: mx.Dtype, head_dim: int, dims: int) -> tuple[mx.array, mx.array, mx.array]:
-    qkv = mx.random.normal((2, 3, 4 * head_dim), key=mx.random.key(0)).astype(dtype)
+def _example(dtype: mx.Dtype, head_dim: int, dims: int, heads: int) -> tuple[mx.array, mx.array, mx.array]:
+    qkv = mx.random.normal((2, 3, heads * head_dim), key=mx.random.key(0)).astype(dtype)
     return qkv, mx.array([5, 1_000_003], dtype=mx.int32), rope_turns(10_000.0, dims)
 
 
-def _check(dtype: mx.Dtype, head_dim: int, dims: int) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
+def _check(
+    dtype: mx.Dtype, head_dim: int, dims: int, n_heads: int = 2, n_kv_heads: int = 1
+) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
+    inputs = _example(dtype, head_dim, dims, n_heads + 2 * n_kv_heads)
     ours, reference = (
-        f(*_example(dtype, head_dim, dims), n_heads=2, n_kv_heads=1) for f in (qkv_rope, qkv_rope_reference)
+        f(*inputs, n_heads=n_heads, n_kv_heads=n_kv_heads) for f in (qkv_rope, qkv_rope_reference)
     )
     return ours, reference
 
 
 def _check_append(
-    dtype: mx.Dtype, head_dim: int, dims: int
+    dtype: mx.Dtype, head_dim: int, dims: int, n_heads: int = 2, n_kv_heads: int = 1
 ) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
     """Writes through the kernel, reads through MLX: also the self-test of in-place writing."""
-    qkv, positions, turns = _example(dtype, head_dim, dims)
+    heads = {"n_heads": n_heads, "n_kv_heads": n_kv_heads}
+    qkv, positions, turns = _example(dtype, head_dim, dims, n_heads + 2 * n_kv_heads)
     lengths = mx.array([3, 2], dtype=mx.int32)
-    keys, values = (mx.full((2, 1, 7, head_dim), fill, dtype=dtype) for fill in (1, 2))
-    expected = qkv_rope_append_reference(
-        qkv, keys, values, positions, lengths, turns, n_heads=2, n_kv_heads=1
-    )
+    buffer = (2, n_kv_heads, 7, head_dim)
+    keys, values = (mx.full(buffer, fill, dtype=dtype) for fill in (1, 2))
+    expected = qkv_rope_append_reference(qkv, keys, values, positions, lengths, turns, **heads)
     # What the in-place writes are compared with must be there before them.
     mx.eval(expected)
-    q = qkv_rope_append(qkv, keys, values, positions, lengths, turns, qkv, n_heads=2, n_kv_heads=1)
+    q = qkv_rope_append(qkv, keys, values, positions, lengths, turns, qkv, **heads)
     mx.eval(q)
     return (q, keys, values), expected
 

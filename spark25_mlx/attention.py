@@ -114,7 +114,9 @@ def _route(heads: Heads, cache: LayerCache | None, length: int, dtype: mx.Dtype)
     if not padded and can_decode(heads.shape(dtype, len(cache.offsets), length)):
         return FUSED
     # MLX reads a ring in one piece: with several queries, some would see keys of others' future.
-    if (heads.window is None or length == 1) and can_append(dtype, heads.head_dim, 2 * heads.turns.size):
+    if (heads.window is None or length == 1) and can_append(
+        dtype, heads.head_dim, 2 * heads.turns.size, heads.n_heads, heads.n_kv_heads
+    ):
         return IN_PLACE
     return VALUES
 

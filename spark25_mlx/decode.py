@@ -26,7 +26,9 @@ from .custom_kernels.decode_linear import (
     bind_linear_add,
     bind_norm_geglu,
     bind_norm_qkv,
-    can_fuse,
+    can_linear_add,
+    can_norm_geglu,
+    can_norm_qkv,
 )
 from .custom_kernels.rope import rope_table
 from .fusions import is_on
@@ -115,18 +117,18 @@ class FusedDecoder:
 
 def _prepare(layer: nn.Module, dtype: mx.Dtype) -> _Layer | None:
     attention, mlp = layer.self_attn, layer.mlp
-    normed = (attention.q_k_v_proj, mlp.gate_proj, mlp.up_proj)
-    linears = (*normed, attention.out_proj, mlp.down_proj)
-    weights = [
-        weight
-        for linear in linears
-        if (weight := weight_of(linear)) and can_fuse(dtype, weight, normed=any(linear is x for x in normed))
-    ]
+    linears = (attention.q_k_v_proj, attention.out_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    weights = [weight for linear in linears if (weight := weight_of(linear))]
     gate_weight = weight_of(attention.g_proj)
-    if len(weights) < len(linears) or gate_weight is None or gate_weight.bits != 16:
+    if len(weights) < len(linears) or gate_weight is None or gate_weight.quantised:
         return None
-    qkv, gate, up, out, down = weights
-    if (gate.bits, gate.group_size) != (up.bits, up.group_size):
+    qkv, out, gate, up, down = weights
+    if not (
+        can_norm_qkv(dtype, qkv, gate_weight.weight)
+        and can_norm_geglu(dtype, gate, up)
+        and can_linear_add(dtype, out)
+        and can_linear_add(dtype, down)
+    ):
         return None
     heads = attention.heads
     shape = heads.shape(dtype, 1, 1)

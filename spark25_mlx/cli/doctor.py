@@ -236,8 +236,9 @@ def _check(kernel: Kernel, keys: Sequence[Key], progress: Callable[[str], None])
         error, why = kernel.trial(*key)
         errors.append(error)
         if why:
+            # Sizes that follow have the defaults of the check.
             names = signature(kernel.check).parameters
-            variant = {name: _plain(part) for name, part in zip(names, key, strict=True)}
+            variant = {name: _plain(part) for name, part in zip(names, key, strict=False)}
             result["failures"].append({"variant": variant, "error": _finite(error), "why": why})
     result |= {"variants": len(keys), "error": _finite(max(errors))}
     if result["failures"]:

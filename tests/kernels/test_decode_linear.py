@@ -12,7 +12,9 @@ import pytest
 
 from spark25_mlx.custom_kernels.decode_linear import (
     Weight,
-    can_fuse,
+    can_linear_add,
+    can_norm_geglu,
+    can_norm_qkv,
     linear_add,
     linear_add_reference,
     norm_geglu,
@@ -174,21 +176,27 @@ def test_gates_open_and_shut(backend: Backend) -> None:
 @pytest.mark.fallback
 @formats
 def test_which_formats_have_kernels(backend: Backend, bits: int, group: int) -> None:
+    runs = not backend.is_reference
+    gates = mx.zeros((4, 640))
     for dtype in DTYPES.values():
         weight = random_weight(4, 640, dtype, bits, group, 1)
-        for normed in (False, True):
-            assert can_fuse(dtype, weight, normed=normed) == (not backend.is_reference)
-    odd, wide = Weight(mx.zeros((4, 640 + 8))), Weight(mx.zeros((4, 8192)))
-    assert not can_fuse(mx.float32, odd, normed=False)
-    assert not can_fuse(mx.float32, wide, normed=True)
-    assert can_fuse(mx.float32, wide, normed=False) == (not backend.is_reference)
+        assert can_norm_qkv(dtype, weight, gates) == runs
+        assert can_norm_geglu(dtype, weight, weight) == runs
+        assert can_linear_add(dtype, weight) == runs
+    plain, odd, wide = (Weight(mx.zeros((4, columns))) for columns in (640, 640 + 4, 8192))
+    assert not can_linear_add(mx.float32, odd)
+    assert not can_norm_qkv(mx.float32, odd, gates) and not can_norm_geglu(mx.float32, odd, odd)
+    assert not can_norm_qkv(mx.float32, wide, gates) and not can_norm_geglu(mx.float32, wide, wide)
+    assert can_linear_add(mx.float32, wide) == runs
+    quantised = random_weight(4, 640, mx.float32, 8, 64, 1)
+    assert not can_norm_geglu(mx.float32, plain, quantised)
 
 
 def test_widest_norm(backend: Backend) -> None:
     """All of the threadgroup memory that there is."""
     gate_weight = random((1, 8000), mx.bfloat16, 2, 8000**-0.5)
     weight = random_weight(2, 8000, mx.bfloat16, 4, 64, 1)
-    assert backend.is_reference or can_fuse(mx.bfloat16, weight, normed=True)
+    assert backend.is_reference or can_norm_qkv(mx.bfloat16, weight, gate_weight)
     assert_qkv(backend.pick(norm_qkv, norm_qkv_reference), weight, gate_weight)
 
 
