@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+# Before MLX's first use: on CUDA its fp32 matrix products would otherwise be TF32.
+os.environ.setdefault("MLX_ENABLE_TF32", "0")
+
 import pytest
 from hypothesis import settings
 

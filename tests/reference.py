@@ -18,12 +18,31 @@ With h the residual stream, r the number of rotated dimensions and d the dimensi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-_erf = np.frompyfunc(math.erf, 1, 1)
+try:
+    from scipy.special import erf as _erf
+except ImportError:
+    _erf = np.frompyfunc(math.erf, 1, 1)
+
+
+class _InFloat64(Mapping[str, np.ndarray]):
+    """Tensors converted when they are used: all of a large model's at once would not fit."""
+
+    def __init__(self, weights: Mapping[str, np.ndarray]) -> None:
+        self._weights = weights
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return np.asarray(self._weights[name], dtype=np.float64)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
 
 
 def forward(weights: Mapping[str, np.ndarray], config: Mapping[str, Any], tokens: np.ndarray) -> np.ndarray:
@@ -37,7 +56,7 @@ def forward(weights: Mapping[str, np.ndarray], config: Mapping[str, Any], tokens
     Returns:
         float64 [B, L, vocab_size].
     """
-    w = {name: np.asarray(value, dtype=np.float64) for name, value in weights.items()}
+    w = _InFloat64(weights)
     pattern = ["sliding_attention"] * 3 + ["full_attention"]
     layers = config["num_hidden_layers"]
     layer_types = config.get("layer_types") or [pattern[i % 4] for i in range(layers)]
