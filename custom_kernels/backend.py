@@ -117,7 +117,7 @@ class Kernel:
         inputs, outputs: names of the buffers, in order.
         check: called with the key of a variant on its first use; gives the outputs of kernel and reference.
         headers: `.metal` files of helper functions that the body calls.
-        defines: preprocessor symbols that select a variant of the body.
+        defines: symbols that select a variant of the body by `#ifdef NAME` or `#if defined(NAME)`.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Kernel:
         self.inputs = list(inputs)
         self.outputs = list(outputs)
         self.check = check
-        self.source = "".join(f"#define {symbol} 1\n" for symbol in defines) + read_source(f"{name}.metal")
+        self.source = select(read_source(f"{name}.metal"), frozenset(defines))
         self.headers = [f"{header}.metal" for header in headers]
         self._built: dict[tuple[Any, ...], Launch] = {}
         self._in_check = False
@@ -309,11 +309,39 @@ def read_source(name: str) -> str:
     return "".join(_pieces(name))
 
 
+_CONDITION = re.compile(r"#(ifdef|if|elif|else|endif)\b(?: (?:defined\()?(\w+)\)?)?$")
+
+
+def select(source: str, defines: frozenset[str]) -> str:
+    """A body without the lines that `#ifdef` and its kin leave out, and without those directives.
+
+    MLX would hand all of them to the compiler, at the cost of a longer text at every dispatch.
+    """
+    kept = []
+    # For each open condition: whether its branch is taken now, and whether any of its branches was.
+    conditions: list[tuple[bool, bool]] = []
+    for line in source.splitlines(keepends=True):
+        if (directive := _CONDITION.match(line.strip())) is None:
+            if all(taken for taken, _ in conditions):
+                kept.append(line)
+            continue
+        kind, name = directive.groups()
+        if kind in ("ifdef", "if"):
+            conditions.append((name in defines, name in defines))
+            continue
+        _, was_taken = conditions.pop()
+        if kind != "endif":
+            taken = not was_taken and (kind == "else" or name in defines)
+            conditions.append((taken, was_taken or taken))
+    return "".join(kept)
+
+
 @cache
 def _pieces(name: str) -> tuple[str, ...]:
     """`read_source` in the pieces that blank lines part in the file."""
-    text = re.sub(r"[ \t]*//[^\n]*", "", (_HERE / name).read_text())
-    pieces = (re.sub(r"\s*\n\s*", "\n", piece).strip() for piece in re.split(r"\n\s*\n", text))
+    paragraphs = re.split(r"\n\s*\n", (_HERE / name).read_text())
+    plain = (re.sub(r"//[^\n]*", "", paragraph) for paragraph in paragraphs)
+    pieces = (re.sub(r"\s*\n\s*", "\n", paragraph).strip() for paragraph in plain)
     return tuple(piece + "\n" for piece in pieces if piece)
 
 
