@@ -83,10 +83,10 @@ def decode_attention(
     """Rotary embedding, append, causal attention over the cache, and the headwise gate, for up to 8 tokens.
 
     softmax(q kᵀ / sqrt D) v over the cached keys and the new ones up to each token (equations 3 to
-    7 of `model`); keys and values are read once for all query heads of a KV head. Scores, softmax (online,
-    base 2) and sums are fp32; rotated queries and keys are rounded to qkv's dtype, as is the result. New keys
-    and values go **in place** to row = position modulo capacity; the rule of `qkv_rope_append` holds, with
-    this call as the reader too.
+    7 of `model`). Up to 640 keys, one threadgroup a query head does all; beyond that keys and values are
+    read once for up to four query heads of a KV head. Scores, softmax (online, base 2) and sums are fp32;
+    rotated queries and keys are rounded to qkv's dtype, as is the result. New keys and values go **in place**
+    to row = position modulo capacity; the rule of `qkv_rope_append` holds, with this call as the reader too.
 
     Args:
         qkv: [B, L, (n_heads + 2 n_kv_heads) * D], L <= MAX_TOKENS.

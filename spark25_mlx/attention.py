@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +100,9 @@ def plan(heads: Heads, cache: LayerCache | None, positions: mx.array, length: in
         dtype: of the activations.
     """
     route = _route(heads, cache, length, dtype)
-    lengths = mx.array([length] if cache is None else cache.valid(length), dtype=mx.int32)
+    valid = [length] if cache is None else cache.valid(length)
+    # A fresh cache does not know the batch yet.
+    lengths = mx.array(valid if len(valid) == positions.size else valid * positions.size, dtype=mx.int32)
     if route == FUSED:
         return Step(route, positions, lengths, table=rope_table(positions, length, heads.turns))
     return Step(route, positions, lengths, tuple(_blocks(heads, cache, length)))
@@ -156,7 +159,9 @@ def gated_attention(
         [B, L, n_heads * head_dim].
     """
     if step.table is not None and cache is not None:
-        return _fused(qkv, scores, heads, step, step.table, cache)
+        shape = heads.shape(qkv.dtype, *qkv.shape[:2])
+        attend = bind_decode_attention(shape, split_count(max(cache.offsets), heads.window))
+        return attend_in_place(attend, shape, qkv, scores, step.positions, step.table, cache)
     if step.route == IN_PLACE and cache is not None:
         q, k, v = _append_in_place(qkv, heads, step, cache)
     else:
@@ -178,22 +183,21 @@ def gated_attention(
     return head_gate(out, scores, mode=heads.gate_mode)
 
 
-def _fused(
+def attend_in_place(
+    attend: Callable[..., mx.array],
+    shape: Shape,
     qkv: mx.array,
     scores: mx.array,
-    heads: Heads,
-    step: Step,
+    positions: mx.array,
     table: tuple[mx.array, mx.array],
     cache: LayerCache,
 ) -> mx.array:
-    B, L, _ = qkv.shape
-    keys, values = cache.reserve(L, shape=(B, heads.n_kv_heads, heads.head_dim), dtype=qkv.dtype)
-    after = qkv if cache.last is None else cache.last
-    attend = bind_decode_attention(
-        heads.shape(qkv.dtype, B, L), split_count(max(cache.offsets), heads.window)
+    """Run a kernel of `bind_decode_attention` on a cache's own buffers, and count the tokens it appends."""
+    keys, values = cache.reserve(
+        shape.length, shape=(shape.batch, shape.n_kv_heads, shape.head_dim), dtype=shape.dtype
     )
-    out = attend(qkv, scores, keys, values, step.positions, *table, after)
-    cache.commit(L, out)
+    out = attend(qkv, scores, keys, values, positions, *table, qkv if cache.last is None else cache.last)
+    cache.commit(shape.length, out)
     return out
 
 

@@ -1,7 +1,11 @@
-"""One-token steps of one sequence with the whole layer in six kernels.
+"""One-token steps of one sequence with the whole layer in five or six kernels.
 
-1. norm, QKV and gate scores  2. rotary embedding, append, attention  3. merge, gate  4. output projection,
-residual 5. norm, gate and up, GELU    6. down projection, residual
+1. norm, QKV and gate scores
+2. rotary embedding, append, attention
+3. merge, gate (within 2 where one threadgroup can do all keys)
+4. output projection, residual
+5. norm, gate and up, GELU
+6. down projection, residual
 
 Every launch is prepared once; a step only binds arrays.
 """
@@ -17,6 +21,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from .attention import attend_in_place
 from .cache import FullKVCache, LayerCache, SlidingKVCache
 from .custom_kernels.backend import backend_key, backend_name, suspended
 from .custom_kernels.decode_attention import Shape, bind_decode_attention, can_decode, split_count
@@ -103,12 +108,8 @@ class FusedDecoder:
         ]
         tables = [rope_table(positions, 1, turns) for turns in self._turns]
         for layer, kind, cache in zip(self._layers, self._kinds, caches, strict=True):
-            shape = layer.shape
             qkv, scores = layer.qkv(residual)
-            keys, values = cache.reserve(1, shape=(1, shape.n_kv_heads, shape.head_dim), dtype=shape.dtype)
-            after = qkv if cache.last is None else cache.last
-            out = attentions[kind](qkv, scores, keys, values, positions, *tables[kind], after)
-            cache.commit(1, out)
+            out = attend_in_place(attentions[kind], layer.shape, qkv, scores, positions, tables[kind], cache)
             (residual,) = layer.out(residual, out)
             (activations,) = layer.geglu(residual)
             (residual,) = layer.down(residual, activations)

@@ -126,8 +126,8 @@ class SparkModel(nn.Module):
         self.embedding = nn.Embedding(args.vocab_size, args.hidden_size)
         self.layers = [DecoderLayer(args, layer_type) for layer_type in args.layer_types]
         self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
-        # The first layer of each class answers for it: all layers of a class are at the same position.
         self._decoder: FusedDecoder | None = None
+        # The first layer of each class answers for it: all layers of a class are at the same position.
         self._representatives = {kind: args.layer_types.index(kind) for kind in args.rope}
 
     def __call__(
@@ -138,11 +138,11 @@ class SparkModel(nn.Module):
     ) -> mx.array:
         x = self.embedding(inputs) if input_embeddings is None else input_embeddings
         B, L, _ = x.shape
-        offsets = [0] if cache is None else cache[0].offsets
-        caches: Sequence[LayerCache | None] = cache or [None] * len(self.layers)
-        # Rows of a fresh cache, and of none, all begin at 0.
         if cache is not None and B == L == 1 and (decoder := self._decoder_for(x.dtype, cache)):
             return _add_norm(decoder(x, cache), None, self.norm)[1]
+        caches: Sequence[LayerCache | None] = cache or [None] * len(self.layers)
+        # Rows of a fresh cache, and of none, all begin at 0.
+        offsets = [0] if cache is None else cache[0].offsets
         positions = mx.array(offsets if len(offsets) == B else offsets * B, dtype=mx.int32)
         steps = {
             kind: plan(self.layers[i].self_attn.heads, caches[i], positions, L, x.dtype)
@@ -275,8 +275,8 @@ class Model(nn.Module):
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Checkpoint tensors under this model's names; see `weights.rename`.
 
-        A config that does not say whether the head is tied leaves it to the checkpoint: an `lm_head` unties
-            it.
+        A config that does not say whether the head is tied leaves it to the checkpoint: an `lm_head` there
+        unties it.
         """
         weights = rename(weights)
         if self.args.tie_word_embeddings is None and "lm_head.weight" in weights:

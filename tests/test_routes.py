@@ -119,6 +119,18 @@ def test_without_the_attention_kernel() -> None:
     np.testing.assert_allclose(ours, reference, atol=3e-4 * np.abs(reference).max())
 
 
+def test_batch_from_an_empty_cache_without_the_attention_kernel() -> None:
+    """A fresh cache learns the number of sequences from the first tokens."""
+    model = models()
+    chunks = [4, 1, 1, 3]
+    tokens = random_tokens(CONFIG, sum(chunks), batch=3)
+    reference = run(model, tokens, chunks)
+    with simulated("metal") as launched, backend.without("decode_attention", "decode_attention_final"):
+        ours = run(model, tokens, chunks)
+    assert "qkv_rope_append" in launched
+    np.testing.assert_allclose(ours, reference, atol=3e-4 * np.abs(reference).max())
+
+
 def test_ragged_batch() -> None:
     """Rows of different lengths, merged as mlx-lm's batches are, decode as they do alone."""
     model = models()
