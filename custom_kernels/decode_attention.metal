@@ -173,10 +173,7 @@ for (uint h = 0; h < GT; ++h) {
     sum_of_weights += all_total[j][h] * metal::fast::exp2(all_best[j][h] - most);
   }
 #ifdef FINAL
-  const float gate_score = float(scores[(size_t(b) * L + l) * H + head]);
-  float gate = 1.0f / (1.0f + metal::precise::exp(-gate_score));
-  // s sigmoid(s) tends to 0, where -inf * 0 would be NaN.
-  if (SILU) gate = gate == 0.0f ? 0.0f : gate_score * gate;
+  const float gate = gate_of(float(scores[(size_t(b) * L + l) * H + head]), SILU);
 #else
   const size_t to = ((size_t(b) * H + head) * L + l) * splits + split;
   if (thread_index_in_threadgroup == 0) {

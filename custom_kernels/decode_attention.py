@@ -296,7 +296,7 @@ _FINAL = Kernel(
     variant="decode_attention_final",
     inputs=[*_INPUTS, "scores"],
     outputs=["out"],
-    headers=["common"],
+    headers=["common", "gate"],
     defines=["FINAL"],
     check=_check_final,
 )
@@ -304,6 +304,6 @@ _MERGE = Kernel(
     "merge_gate",
     inputs=["parts", "stats", "scores"],
     outputs=["out"],
-    headers=["common"],
+    headers=["common", "gate"],
     check=_check_merge,
 )

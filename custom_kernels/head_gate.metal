@@ -15,10 +15,7 @@ for (uint j = 0; j < D / 32; ++j) score += partial[j];
 #else
 const float score = float(scores[token * H + head]);
 #endif
-float gate = 1.0f / (1.0f + metal::precise::exp(-score));
-// s sigmoid(s) tends to 0, where -inf * 0 would be NaN.
-if (SILU) gate = gate == 0.0f ? 0.0f : score * gate;
 
 const size_t L = x_shape[2];
 const size_t from = ((token / L * H + head) * L + token % L) * D + d;
-out[(token * H + head) * D + d] = T(float(x[from]) * gate);
+out[(token * H + head) * D + d] = T(float(x[from]) * gate_of(score, SILU));

@@ -106,12 +106,13 @@ def _check_project(
     return (project_gate(*arguments, mode=mode),), (project_gate_reference(*arguments, mode=mode),)
 
 
-_KERNEL = Kernel("head_gate", inputs=["x", "scores"], outputs=["out"], check=_check)
+_KERNEL = Kernel("head_gate", inputs=["x", "scores"], outputs=["out"], headers=["gate"], check=_check)
 _PROJECT = Kernel(
     "head_gate",
     variant="project_gate",
     inputs=["x", "hidden", "weight", "bias"],
     outputs=["out"],
+    headers=["gate"],
     defines=["DOT"],
     check=_check_project,
 )

@@ -35,10 +35,7 @@ threadgroup float all_sums[SIMDS][D];
 for (uint i = 0; i < N; ++i) all_sums[simd][lane * N + i] = sums[i];
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
-const float score = float(scores[token * H + head]);
-float gate = 1.0f / (1.0f + metal::precise::exp(-score));
-// s sigmoid(s) tends to 0, where -inf * 0 would be NaN.
-if (SILU) gate = gate == 0.0f ? 0.0f : score * gate;
+const float gate = gate_of(float(scores[token * H + head]), SILU);
 for (uint d = thread_index_in_threadgroup; d < D; d += 32 * SIMDS) {
   float sum = 0.0f;
   for (uint j = 0; j < SIMDS; ++j) sum += all_sums[j][d];

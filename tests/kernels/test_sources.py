@@ -6,7 +6,7 @@ import pytest
 
 from spark25_mlx.custom_kernels.backend import _pieces, registered, select
 
-HELPERS = ["common.metal", "gelu.metal", "matvec.metal", "phase.metal", "prelude/metal.cuh"]
+HELPERS = ["common.metal", "gate.metal", "gelu.metal", "matvec.metal", "phase.metal", "prelude/metal.cuh"]
 
 
 @pytest.mark.parametrize("file", HELPERS)
