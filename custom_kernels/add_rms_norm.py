@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import mlx.core as mx
 
 from .backend import Kernel, round_up
@@ -39,20 +37,20 @@ def add_rms_norm(
     # Four elements a thread keep a decode step's single row within one wave of loads.
     threads = min(1024, round_up(size // 4, 32))
     h, x = _KERNEL.launch(
-        [residual, residual if delta is None else delta, weight, scalar(eps)],
+        [residual, residual if delta is None else delta, weight],
         grid=(threads * (residual.size // size), 1, 1),
         threadgroup=(threads, 1, 1),
-        constants={"T": weight.dtype, "H": size, "THREADS": threads, "HAS_DELTA": delta is not None},
+        constants={
+            "T": weight.dtype,
+            "H": size,
+            "THREADS": threads,
+            "HAS_DELTA": delta is not None,
+            "EPS": eps,
+        },
         output_shapes=[residual.shape, residual.shape],
         output_dtypes=[mx.float32, weight.dtype],
     )
     return h, x
-
-
-@cache
-def scalar(value: float) -> mx.array:
-    """fp32 0-d array of a constant, made once."""
-    return mx.array(value, dtype=mx.float32)
 
 
 def _check(
@@ -65,6 +63,4 @@ def _check(
     return add_rms_norm(*arguments, eps=1e-6), add_rms_norm_reference(*arguments, eps=1e-6)
 
 
-_KERNEL = Kernel(
-    "add_rms_norm", inputs=["residual", "delta", "weight", "eps"], outputs=["h", "x"], check=_check
-)
+_KERNEL = Kernel("add_rms_norm", inputs=["residual", "delta", "weight"], outputs=["h", "x"], check=_check)

@@ -26,7 +26,7 @@ _HERE = Path(__file__).parent
 SWITCH = "SPARK25_KERNELS"
 REFERENCE = "reference"
 
-Constant = int | bool | mx.Dtype
+Constant = int | bool | float | mx.Dtype
 Launch = Callable[..., list[mx.array]]
 Factory = Callable[..., Launch]
 # Outputs of the kernel and of its reference on the same small inputs.
@@ -56,6 +56,11 @@ def backend_name() -> str:
 def backend_key() -> object:
     """What prepared launches are valid for: `backend_name`, or what `forced` has put in its place."""
     return _forced or backend_name()
+
+
+def is_forced() -> bool:
+    """Whether kernels run through what `forced` gave."""
+    return _forced is not None
 
 
 @contextmanager
@@ -175,7 +180,6 @@ class Kernel:
         threadgroup: tuple[int, int, int],
         output_shapes: Sequence[Sequence[int]],
         output_dtypes: Sequence[mx.Dtype],
-        scalars: Sequence[str] = (),
     ) -> Launch:
         """A launch with everything fixed but the inputs: calling it costs as little as MLX's own call does.
 
@@ -183,7 +187,6 @@ class Kernel:
             constants: compile-time constants and types of the body, by name. Each combination is compiled
                 once, so what changes from token to token is an input instead.
             grid: threads, in whole threadgroups: CUDA has no others.
-            scalars: names of the 0-d inputs.
 
         Returns:
             Takes `inputs=[...]` and gives the outputs.
@@ -191,7 +194,7 @@ class Kernel:
         if any(n % group for n, group in zip(grid, threadgroup, strict=True)):
             raise ValueError(f"kernel {self.name}: grid {grid} is not in whole threadgroups of {threadgroup}")
         return partial(
-            self._specialised(tuple(constants.items()), tuple(scalars)),
+            self._specialised(tuple(constants.items())),
             grid=grid,
             threadgroup=threadgroup,
             output_shapes=[tuple(shape) for shape in output_shapes],
@@ -200,8 +203,7 @@ class Kernel:
 
     def launch(self, inputs: Sequence[mx.array], **binding: Any) -> list[mx.array]:
         """`bind` and call it once; arguments as those of `bind`."""
-        scalars = [name for name, x in zip(self.inputs, inputs, strict=True) if x.ndim == 0]
-        return self.bind(**binding, scalars=scalars)(inputs=inputs)
+        return self.bind(**binding)(inputs=inputs)
 
     def error(self, *key: Any) -> float:
         """Largest difference of the variant from its reference on the check's inputs, relative to the largest
@@ -246,9 +248,9 @@ class Kernel:
             warnings.warn(f"kernel {self.name} {why}; its reference in mx ops runs instead", stacklevel=3)
         return why
 
-    def _specialised(self, constants: tuple[tuple[str, Constant], ...], scalars: tuple[str, ...]) -> Launch:
+    def _specialised(self, constants: tuple[tuple[str, Constant], ...]) -> Launch:
         backend = backend_name()
-        key = (backend, _forced, constants, scalars)
+        key = (backend, _forced, constants)
         built = self._built.get(key)
         if built is None:
             source = "".join(map(_declaration, constants)) + self.source
@@ -261,7 +263,7 @@ class Kernel:
                 factory = mx.fast.metal_kernel
             header = self._header(source, dict(constants).get("T"), cuda=factory is mx.fast.cuda_kernel)
             if factory is mx.fast.cuda_kernel:
-                source = for_cuda(source, scalars)
+                source = for_cuda(source)
             built = self._built[key] = factory(
                 name=f"spark25_{self.name}",
                 input_names=self.inputs,
@@ -299,6 +301,8 @@ def _declaration(constant: tuple[str, Constant]) -> str:
     name, value = constant
     if isinstance(value, mx.Dtype):
         return f"using {name} = {_TYPES[value]};\n"
+    if isinstance(value, float):
+        return f"constexpr float {name} = {value!r}f;\n"
     kind, text = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", str(value))
     return f"constexpr {kind} {name} = {text};\n"
 
@@ -372,6 +376,8 @@ _ATTRIBUTES = {
     "thread_position_in_threadgroup": "const uint3 {} = make_uint3(threadIdx.x, threadIdx.y, threadIdx.z);",
     "threadgroup_position_in_grid": "const uint3 {} = make_uint3(blockIdx.x, blockIdx.y, blockIdx.z);",
     "threads_per_threadgroup": "const uint3 {} = make_uint3(blockDim.x, blockDim.y, blockDim.z);",
+    "threads_per_grid": "const uint3 {} = make_uint3(gridDim.x * blockDim.x, gridDim.y * blockDim.y, "
+    "gridDim.z * blockDim.z);",
     "threadgroups_per_grid": "const uint3 {} = make_uint3(gridDim.x, gridDim.y, gridDim.z);",
     "thread_position_in_grid": "const uint3 {} = make_uint3(blockIdx.x * blockDim.x + threadIdx.x, "
     "blockIdx.y * blockDim.y + threadIdx.y, blockIdx.z * blockDim.z + threadIdx.z);",
@@ -381,18 +387,11 @@ _ATTRIBUTES = {
 }
 
 
-def for_cuda(source: str, scalars: Sequence[str]) -> str:
-    """The body that `mx.fast.cuda_kernel` takes for a Metal body.
-
-    Args:
-        scalars: names of the 0-d inputs: references on Metal, pointers on CUDA.
-    """
+def for_cuda(source: str) -> str:
+    """The body that `mx.fast.cuda_kernel` takes for a Metal body."""
     lines = ["using namespace metal;"]
     lines += [line.format(name) for name, line in _ATTRIBUTES.items() if re.search(rf"\b{name}\b", source)]
-    for name in scalars:
-        lines += [f"const auto {name}_value = *{name};", f"#define {name} {name}_value"]
-    undefine = "".join(f"#undef {name}\n" for name in scalars)
-    return "\n".join(lines) + "\n" + source + undefine
+    return "\n".join(lines) + "\n" + source
 
 
 def round_up(n: int, multiple: int) -> int:

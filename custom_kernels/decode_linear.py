@@ -8,27 +8,29 @@ from typing import Any
 
 import mlx.core as mx
 
-from .add_rms_norm import scalar
-from .backend import Check, Constant, Kernel
+from .backend import Check, Constant, Kernel, backend_name
 from .geglu import geglu_reference
 
 Bound = Callable[..., list[mx.array]]
 
-# (kernel, bits) -> rows of a simdgroup, simdgroups that share a row, simdgroups of a threadgroup, steps whose
-# weights are loaded ahead.
+# (kernel, bits) -> rows of a simdgroup, simdgroups that share a row (one after a norm), simdgroups of a
+# threadgroup, steps whose weights are loaded ahead.
 _TUNING = {
-    ("norm_qkv", 16): (1, 1, 8, 10),
-    ("norm_qkv", 8): (2, 1, 8, 5),
-    ("norm_qkv", 4): (2, 1, 8, 5),
-    ("norm_geglu", 16): (1, 1, 8, 10),
-    ("norm_geglu", 8): (1, 1, 8, 5),
-    ("norm_geglu", 4): (2, 1, 8, 5),
-    ("linear_add", 16): (2, 4, 8, 5),
+    ("norm_qkv", 16): (1, 1, 16, 10),
+    ("norm_qkv", 8): (1, 1, 16, 5),
+    ("norm_qkv", 4): (1, 1, 16, 5),
+    ("norm_geglu", 16): (1, 1, 16, 10),
+    ("norm_geglu", 8): (1, 1, 16, 5),
+    ("norm_geglu", 4): (1, 1, 16, 5),
+    ("linear_add", 16): (4, 4, 8, 5),
     ("linear_add", 8): (2, 4, 8, 5),
     ("linear_add", 4): (2, 4, 8, 5),
 }
-# The norm's result is staged in threadgroup memory, of which Metal has 32 KB.
-_MOST_NORMED = 8000
+# Threadgroups after a norm, which each of them computes for itself: on CUDA no more than an H200 has
+# multiprocessors. How many are best on Metal has not been measured.
+_MOST_NORMS = {"metal": 1 << 30, "cuda": 132}
+# The norm's result is staged in threadgroup memory, of which Metal has 32 KB: whole steps of a simdgroup.
+_MOST_NORMED = 7680
 
 
 @dataclass(frozen=True)
@@ -114,12 +116,11 @@ def bind_norm_qkv(norm_weight: mx.array, weight: Weight, gate_weight: mx.array, 
     """`norm_qkv` as a function of the residual, for many calls."""
     N, H, dtype = weight.rows, gate_weight.shape[0], gate_weight.dtype
     launch = _NORM_QKV[weight.quantised].bind(
-        **_geometry(weight, H, "norm_qkv", {"T": dtype, "H": H}),
+        **_geometry(weight, H, "norm_qkv", {"T": dtype, "H": H, "EPS": eps}),
         output_shapes=[(1, 1, N), (1, 1, H)],
         output_dtypes=[dtype, dtype],
-        scalars=["eps"],
     )
-    rest = [norm_weight, scalar(eps), *weight.arrays, gate_weight]
+    rest = [norm_weight, *weight.arrays, gate_weight]
     return lambda residual: launch(inputs=[residual, *rest])
 
 
@@ -150,12 +151,11 @@ def norm_geglu(
 def bind_norm_geglu(norm_weight: mx.array, gate: Weight, up: Weight, *, eps: float) -> Bound:
     """`norm_geglu` as a function of the residual, for many calls."""
     launch = _NORM_GEGLU[gate.quantised].bind(
-        **_geometry(gate, 0, "norm_geglu", {"T": norm_weight.dtype}),
+        **_geometry(gate, 0, "norm_geglu", {"T": norm_weight.dtype, "EPS": eps}),
         output_shapes=[(1, 1, gate.rows)],
         output_dtypes=[norm_weight.dtype],
-        scalars=["eps"],
     )
-    rest = [norm_weight, scalar(eps), *gate.arrays, *up.arrays]
+    rest = [norm_weight, *gate.arrays, *up.arrays]
     return lambda residual: launch(inputs=[residual, *rest])
 
 
@@ -226,8 +226,15 @@ def _fits(weight: Weight, kernel: str) -> bool:
 
 def _geometry(weight: Weight, more_rows: int, kernel: str, constants: dict[str, Constant]) -> dict[str, Any]:
     rows, split, simdgroups, ahead = _TUNING[kernel, weight.bits]
+    if weight.bits == 16 and constants["T"] == mx.float32:
+        # As many bytes: a thread's registers are what limits it.
+        ahead = -(-ahead // 2)
     per_group = simdgroups // split * rows
     groups = -(-weight.rows // per_group) + -(-more_rows // per_group)
+    turns = 1
+    if kernel != "linear_add":
+        turns = -(-groups // _MOST_NORMS["metal" if backend_name() == "metal" else "cuda"])
+        groups = -(-groups // turns)
     return {
         "grid": (groups * 32 * simdgroups, 1, 1),
         "threadgroup": (32 * simdgroups, 1, 1),
@@ -241,6 +248,7 @@ def _geometry(weight: Weight, more_rows: int, kernel: str, constants: dict[str, 
             "KSPLIT": split,
             "SIMDS": simdgroups,
             "AHEAD": ahead,
+            "TURNS": turns,
         },
     }
 
@@ -310,7 +318,7 @@ def _packed(name: str) -> list[str]:
     return [name, name.replace("weight", "scales"), name.replace("weight", "biases")]
 
 
-_NORMED = ["residual", "norm_weight", "eps"]
+_NORMED = ["residual", "norm_weight"]
 _NORM_QKV = _kernels(
     "norm_qkv", [*_NORMED, "weight", "gate_weight"], ["y", "scores"], ["NORM", "GATES"], _check_norm_qkv
 )

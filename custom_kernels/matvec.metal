@@ -1,24 +1,4 @@
-// One lane's share of a weight row, in the formats of MLX: first its words, as they are in memory, then their dot
-// product with V values x.
-
-template <int WORDS>
-METAL_FUNC void load_words(const device uint* p, thread uint* words) {
-  if (WORDS % 4 == 0) {
-    for (int i = 0; i < WORDS / 4; ++i) {
-      const uint4 u = ((const device uint4*)p)[i];
-      words[4 * i] = u.x;
-      words[4 * i + 1] = u.y;
-      words[4 * i + 2] = u.z;
-      words[4 * i + 3] = u.w;
-    }
-  } else {
-    for (int i = 0; i < WORDS / 2; ++i) {
-      const uint2 u = ((const device uint2*)p)[i];
-      words[2 * i] = u.x;
-      words[2 * i + 1] = u.y;
-    }
-  }
-}
+// The dot product of one lane's share of a weight row, in the formats of MLX and as it is in memory, with V values x.
 
 // Plain rows; the pointer only tells the dtype.
 template <int BITS, int V>

@@ -3,6 +3,7 @@ append of keys and values to their cache rows."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -85,16 +86,24 @@ def qkv_rope_append_reference(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """`qkv_rope_append` in mx ops: returns (q, new keys buffer, new values buffer) and changes nothing."""
     q, k, v = qkv_rope_reference(qkv, positions, turns, n_heads=n_heads, n_kv_heads=n_kv_heads)
+    keys, values = put_tokens([keys, values], [k, v], positions, lengths)
+    return q, keys, values
+
+
+def put_tokens(
+    buffers: Sequence[mx.array], rows: Sequence[mx.array], positions: mx.array, lengths: mx.array
+) -> list[mx.array]:
+    """Cache buffers [B, KV, capacity, _] with the rows [B, KV, L, _] of new tokens; arguments as those of
+    `qkv_rope_append`. The buffers do not change."""
     # New arrays, for assignment by index replaces the contents of the caller's.
-    keys, values = keys[:], values[:]
-    capacity, L = keys.shape[2], qkv.shape[1]
+    new = [buffer[:] for buffer in buffers]
+    capacity, L = buffers[0].shape[2], rows[0].shape[2]
     for b, (start, valid) in enumerate(np.array([positions, lengths]).T.tolist()):
         tokens = mx.arange(max(0, valid - capacity), min(valid, L))
         if tokens.size:
-            rows = (start + tokens) % capacity
-            keys[b, :, rows] = k[b][:, tokens]
-            values[b, :, rows] = v[b][:, tokens]
-    return q, keys, values
+            for buffer, row in zip(new, rows, strict=True):
+                buffer[b, :, (start + tokens) % capacity] = row[b][:, tokens]
+    return new
 
 
 def qkv_rope_append(

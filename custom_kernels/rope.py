@@ -18,6 +18,12 @@ from .backend import Kernel, round_up
 _PI = 0x3_243F6A88_85A308D3_13198A2E_03707344_A4093822_299F31D0_082EFA98_EC4E6C89
 _TWO_PI = Fraction(2 * _PI, 1 << 256)
 
+# First positions, cosines and sines.
+Table = tuple[mx.array, mx.array, mx.array]
+# On CUDA, MLX keeps arrays of up to 8 bytes in memory that it shares with the host. What the host has just
+# written is read from there once; the many threadgroups of other kernels read a copy, which is larger.
+_FEWEST_STARTS = 4
+
 
 def inverse_frequencies(theta: float, dims: int) -> np.ndarray:
     """The reference's frequencies theta^(-2j/dims), j = 0 .. dims/2 - 1, each step rounded to fp32.
@@ -61,7 +67,7 @@ def rope_cos_sin(turns: mx.array, positions: mx.array) -> tuple[mx.array, mx.arr
     return mx.cos(angle), mx.sin(angle)
 
 
-def rope_table(positions: mx.array, length: int, turns: mx.array) -> tuple[mx.array, mx.array]:
+def rope_table(positions: mx.array, length: int, turns: mx.array) -> Table:
     """Cosines and sines for `length` tokens of each sequence.
 
     Args:
@@ -69,32 +75,35 @@ def rope_table(positions: mx.array, length: int, turns: mx.array) -> tuple[mx.ar
         turns: uint64 [r / 2] from `rope_turns`.
 
     Returns:
-        (cos, sin), each fp32 [B, length, r / 2].
+        (positions, cos, sin): int32 with B or more entries, and twice fp32 [B, length, r / 2].
     """
     dims = 2 * turns.size
     if not _TABLE.ready(dims):
-        return rope_cos_sin(turns, positions[:, None] + mx.arange(length))
+        return positions, *rope_cos_sin(turns, positions[:, None] + mx.arange(length))
+    starts = max(positions.size, _FEWEST_STARTS)
     shape = (positions.size, length, dims // 2)
-    cos, sin = _TABLE.launch(
+    first, cos, sin = _TABLE.launch(
         [positions, turns],
         grid=(round_up(dims // 2, 32), length, positions.size),
         threadgroup=(32, 1, 1),
-        constants={"R": dims, "L": length},
-        output_shapes=[shape, shape],
-        output_dtypes=[mx.float32, mx.float32],
+        constants={"R": dims, "L": length, "STARTS": starts},
+        output_shapes=[(starts,), shape, shape],
+        output_dtypes=[mx.int32, mx.float32, mx.float32],
     )
-    return cos, sin
+    return first, cos, sin
 
 
 def _check(dims: int) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
     positions, turns = mx.array([3, 1_000_003], dtype=mx.int32), rope_turns(10_000.0, dims)
-    return rope_table(positions, 2, turns), rope_cos_sin(turns, positions[:, None] + mx.arange(2))
+    starts, *table = rope_table(positions, 2, turns)
+    exact = rope_cos_sin(turns, positions[:, None] + mx.arange(2))
+    return (starts[: positions.size], *table), (positions, *exact)
 
 
 _TABLE = Kernel(
     "rope_table",
     inputs=["positions", "turns"],
-    outputs=["cosines", "sines"],
+    outputs=["starts", "cosines", "sines"],
     headers=["phase"],
     check=_check,
 )

@@ -9,11 +9,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from .cache import FullKVCache, LayerCache, SlidingKVCache
+from .cache import FullKVCache, LayerCache, QuantizedFullKVCache, SlidingKVCache
 from .custom_kernels.decode_attention import MAX_TOKENS, Shape, bind_decode_attention, can_decode, split_count
 from .custom_kernels.head_gate import head_gate
 from .custom_kernels.qkv_rope import can_append, qkv_rope, qkv_rope_append
-from .custom_kernels.rope import rope_table
+from .custom_kernels.rope import Table, rope_table
 
 # Routes of `gated_attention`, best first.
 FUSED = "decode_attention"  # one kernel appends in place and attends
@@ -38,7 +38,7 @@ class Heads:
     turns: mx.array
     gate_mode: str
 
-    def shape(self, dtype: mx.Dtype, batch: int, length: int) -> Shape:
+    def shape(self, dtype: mx.Dtype, batch: int, length: int, kv_format: tuple[int, int]) -> Shape:
         """What `decode_attention` is compiled for."""
         return Shape(
             dtype,
@@ -50,6 +50,7 @@ class Heads:
             2 * self.turns.size,
             self.window,
             self.gate_mode,
+            *kv_format,
         )
 
     @property
@@ -80,16 +81,18 @@ class Step:
     Attributes:
         route: one of FUSED, IN_PLACE and VALUES.
         positions: int32 [B], position of the first token of each sequence.
-        lengths: int32 [B], how many of the tokens are not padding.
+        lengths: int32 [B], how many of the tokens are not padding; all on the route FUSED.
         blocks: the queries in order, for the routes other than FUSED.
-        table: cosines and sines from `rope_table`, for FUSED.
+        table: from `rope_table`, for FUSED.
+        attend: the kernel from `bind_decode_attention`, for FUSED.
     """
 
     route: str
     positions: mx.array
-    lengths: mx.array
+    lengths: mx.array | None = None
     blocks: tuple[Block, ...] = ()
-    table: tuple[mx.array, mx.array] | None = None
+    table: Table | None = None
+    attend: Callable[..., mx.array] | None = None
 
 
 def plan(heads: Heads, cache: LayerCache | None, positions: mx.array, length: int, dtype: mx.Dtype) -> Step:
@@ -99,13 +102,28 @@ def plan(heads: Heads, cache: LayerCache | None, positions: mx.array, length: in
         cache: the cache of a layer of the class, before the pass.
         dtype: of the activations.
     """
+    shape = None if cache is None else fused_shape(heads, cache, length, dtype)
+    if shape is not None and cache is not None:
+        attend = bind_decode_attention(shape, split_count(max(cache.offsets), shape))
+        table = rope_table(positions, length, heads.turns)
+        return Step(FUSED, positions, table=table, attend=attend)
     route = _route(heads, cache, length, dtype)
     valid = [length] if cache is None else cache.valid(length)
     # A fresh cache does not know the batch yet.
     lengths = mx.array(valid if len(valid) == positions.size else valid * positions.size, dtype=mx.int32)
-    if route == FUSED:
-        return Step(route, positions, lengths, table=rope_table(positions, length, heads.turns))
-    return Step(route, positions, lengths, tuple(_blocks(heads, cache, length)))
+    return Step(route, positions, lengths, blocks=tuple(_blocks(heads, cache, length)))
+
+
+def fused_shape(heads: Heads, cache: LayerCache, length: int, dtype: mx.Dtype) -> Shape | None:
+    """What `decode_attention` is compiled for, if it can do the next `length` tokens of this cache."""
+    if not isinstance(cache, FullKVCache | SlidingKVCache | QuantizedFullKVCache) or length > MAX_TOKENS:
+        return None
+    if isinstance(cache, SlidingKVCache) and length > cache.slack + 1:
+        return None
+    if min(cache.valid(length)) < length:
+        return None
+    shape = heads.shape(dtype, len(cache.offsets), length, cache.kv_format)
+    return shape if can_decode(shape) else None
 
 
 def _route(heads: Heads, cache: LayerCache | None, length: int, dtype: mx.Dtype) -> str:
@@ -113,9 +131,6 @@ def _route(heads: Heads, cache: LayerCache | None, length: int, dtype: mx.Dtype)
         return VALUES
     if isinstance(cache, SlidingKVCache) and length > cache.slack + 1:
         return VALUES
-    padded = min(cache.valid(length)) < length
-    if not padded and can_decode(heads.shape(dtype, len(cache.offsets), length)):
-        return FUSED
     # MLX reads a ring in one piece: with several queries, some would see keys of others' future.
     if (heads.window is None or length == 1) and can_append(
         dtype, heads.head_dim, 2 * heads.turns.size, heads.n_heads, heads.n_kv_heads
@@ -158,12 +173,15 @@ def gated_attention(
     Returns:
         [B, L, n_heads * head_dim].
     """
-    if step.table is not None and cache is not None:
-        shape = heads.shape(qkv.dtype, *qkv.shape[:2])
-        attend = bind_decode_attention(shape, split_count(max(cache.offsets), heads.window))
-        return attend_in_place(attend, shape, qkv, scores, step.positions, step.table, cache)
-    if step.route == IN_PLACE and cache is not None:
-        q, k, v = _append_in_place(qkv, heads, step, cache)
+    if step.attend is not None and step.table is not None and cache is not None:
+        B, L, _ = qkv.shape
+        keys, values = cache.reserve(L, shape=(B, heads.n_kv_heads, heads.head_dim), dtype=qkv.dtype)
+        after = qkv if cache.last is None else cache.last
+        out = step.attend(qkv, scores, keys, values, *step.table, after)
+        cache.commit(L, out)
+        return out
+    if step.route == IN_PLACE and step.lengths is not None and cache is not None:
+        q, k, v = _append_in_place(qkv, heads, step.positions, step.lengths, cache)
     else:
         q, k, v = qkv_rope(
             qkv, step.positions, heads.turns, n_heads=heads.n_heads, n_kv_heads=heads.n_kv_heads
@@ -183,26 +201,8 @@ def gated_attention(
     return head_gate(out, scores, mode=heads.gate_mode)
 
 
-def attend_in_place(
-    attend: Callable[..., mx.array],
-    shape: Shape,
-    qkv: mx.array,
-    scores: mx.array,
-    positions: mx.array,
-    table: tuple[mx.array, mx.array],
-    cache: LayerCache,
-) -> mx.array:
-    """Run a kernel of `bind_decode_attention` on a cache's own buffers, and count the tokens it appends."""
-    keys, values = cache.reserve(
-        shape.length, shape=(shape.batch, shape.n_kv_heads, shape.head_dim), dtype=shape.dtype
-    )
-    out = attend(qkv, scores, keys, values, positions, *table, qkv if cache.last is None else cache.last)
-    cache.commit(shape.length, out)
-    return out
-
-
 def _append_in_place(
-    qkv: mx.array, heads: Heads, step: Step, cache: LayerCache
+    qkv: mx.array, heads: Heads, positions: mx.array, lengths: mx.array, cache: LayerCache
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Rotated queries, and the cache's keys and values with the new ones; the caller commits."""
     B, L, _ = qkv.shape
@@ -211,8 +211,8 @@ def _append_in_place(
         qkv,
         keys,
         values,
-        step.positions,
-        step.lengths,
+        positions,
+        lengths,
         heads.turns,
         qkv if cache.last is None else cache.last,
         n_heads=heads.n_heads,

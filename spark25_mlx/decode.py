@@ -1,4 +1,6 @@
-"""One-token steps of one sequence with the whole layer in five or six kernels.
+"""Steps of decoding: a few tokens on the route FUSED in all layers, traced once and then replayed.
+
+The step of one token of one sequence has five or six kernels a layer, if its linear layers allow:
 
 1. norm, QKV and gate scores
 2. rotary embedding, append, attention
@@ -6,14 +8,12 @@
 4. output projection, residual
 5. norm, gate and up, GELU
 6. down projection, residual
-
-Every launch is prepared once; a step only binds arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import starmap
 from operator import getitem, is_
 from typing import Any
@@ -21,10 +21,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .attention import attend_in_place
-from .cache import FullKVCache, LayerCache, SlidingKVCache
-from .custom_kernels.backend import backend_key, backend_name, suspended
-from .custom_kernels.decode_attention import Shape, bind_decode_attention, can_decode, split_count
+from .attention import FUSED, Step, fused_shape
+from .cache import LayerCache
+from .cache.storage import KV
+from .custom_kernels.add_rms_norm import add_rms_norm
+from .custom_kernels.backend import backend_key, backend_name, is_forced, suspended
+from .custom_kernels.decode_attention import MAX_TOKENS, Shape, bind_decode_attention, split_count
 from .custom_kernels.decode_linear import (
     Bound,
     Weight,
@@ -38,17 +40,49 @@ from .custom_kernels.decode_linear import (
 from .custom_kernels.rope import rope_table
 from .fusions import is_on
 
+# (embedded tokens, positions, what the first write comes after, buffers of each layer) -> normed output
+StepFunction = Callable[[mx.array, mx.array, mx.array, list[KV]], mx.array]
+
 
 @dataclass(frozen=True)
 class _Layer:
-    """Prepared launches of one layer."""
+    """Prepared launches of one layer for one token."""
 
     qkv: Bound
-    shape: Shape
-    turns: mx.array
     out: Bound
     geglu: Bound
     down: Bound
+
+
+@dataclass
+class _Kind:
+    """Steps of one batch size, number of tokens and format of the caches.
+
+    Attributes:
+        shapes: of the attention, each once.
+        shape_of: index of each layer's shape.
+        turns: rotary frequencies for each shape.
+        functions: by the number of splits of each shape.
+    """
+
+    shapes: list[Shape]
+    shape_of: list[int]
+    turns: list[mx.array]
+    functions: dict[tuple[int, ...], StepFunction] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Stands for a cache while a step is traced: the cache itself is asked before and told after it."""
+
+    buffers: KV
+    last: mx.array
+
+    def reserve(self, *_: Any, **__: Any) -> KV:
+        return self.buffers
+
+    def commit(self, *_: Any) -> None:
+        pass
 
 
 def weight_of(layer: nn.Module) -> Weight | None:
@@ -62,12 +96,8 @@ def weight_of(layer: nn.Module) -> Weight | None:
     return None
 
 
-class FusedDecoder:
-    """The layers of a `SparkModel`, prepared for fused steps.
-
-    Attributes:
-        usable: whether the formats of the layers and this machine allow it.
-    """
+class Decoder:
+    """Steps of a `SparkModel` with weights of one dtype, prepared as long as nothing of it changes."""
 
     def __init__(self, model: nn.Module, dtype: mx.Dtype) -> None:
         self._prepared_for = backend_key(), suspended()
@@ -79,41 +109,126 @@ class FusedDecoder:
             if isinstance(value, mx.array | nn.Module)
         ]
         self._seen = list(starmap(getitem, self._watched))
-        self._layers = [prepared for layer in model.layers if (prepared := _prepare(layer, dtype))]
-        self._shapes = list(dict.fromkeys(layer.shape for layer in self._layers))
-        self._turns = [next(x.turns for x in self._layers if x.shape == shape) for shape in self._shapes]
-        self._kinds = [self._shapes.index(layer.shape) for layer in self._layers]
-        self.usable = len(self._layers) == len(model.layers)
+        self._dtype = dtype
+        self._modules = list(model.layers)
+        self._norm = model.norm
+        self._kinds: dict[tuple[Any, ...], _Kind | None] = {}
+        # The launches of one token, if all layers have them.
+        self._fused: list[_Layer] = []
+        if is_on("fused_linear", backend_name()):
+            prepared = [fused for layer in self._modules if (fused := _prepare(layer, dtype))]
+            self._fused = prepared if len(prepared) == len(self._modules) else []
 
     def is_current(self) -> bool:
         """Whether backend, modules and arrays are still those that were prepared for."""
         now = backend_key(), suspended()
         return self._prepared_for == now and all(map(is_, starmap(getitem, self._watched), self._seen))
 
-    def __call__(self, x: mx.array, caches: Sequence[LayerCache]) -> mx.array:
-        """The residual stream after all layers, with the token in the caches.
+    def __call__(self, x: mx.array, caches: Sequence[LayerCache]) -> mx.array | None:
+        """The layers' normed output, with the tokens in the caches; None if some layer goes another way.
 
         Args:
-            x: embedding of the token [1, 1, hidden_size].
-            caches: of all layers, each of one sequence.
+            x: embedded tokens [B, L, hidden_size].
+            caches: of all layers.
 
         Returns:
-            fp32 [1, 1, hidden_size].
+            [B, L, hidden_size] in the dtype of the weights.
         """
-        residual = x.astype(mx.float32)
-        offset = caches[0].offsets[0]
-        positions = mx.array([offset], dtype=mx.int32)
-        attentions = [
-            bind_decode_attention(shape, split_count(offset, shape.window)) for shape in self._shapes
-        ]
-        tables = [rope_table(positions, 1, turns) for turns in self._turns]
-        for layer, kind, cache in zip(self._layers, self._kinds, caches, strict=True):
-            qkv, scores = layer.qkv(residual)
-            out = attend_in_place(attentions[kind], layer.shape, qkv, scores, positions, tables[kind], cache)
-            (residual,) = layer.out(residual, out)
-            (activations,) = layer.geglu(residual)
-            (residual,) = layer.down(residual, activations)
-        return residual
+        kind = self._kind(x, caches)
+        if kind is None:
+            return None
+        length = x.shape[1]
+        offsets = caches[0].offsets
+        longest = max(offsets)
+        function = self._function(kind, tuple(split_count(longest, shape) for shape in kind.shapes))
+        after = _last_of(caches)
+        buffers = []
+        for cache, index in zip(caches, kind.shape_of, strict=True):
+            shape = kind.shapes[index]
+            rows = shape.batch, shape.n_kv_heads, shape.head_dim
+            buffers.append(cache.reserve(length, shape=rows, dtype=self._dtype))
+        out = function(x, mx.array(offsets, dtype=mx.int32), x if after is None else after, buffers)
+        for cache in caches:
+            # What waits for the last layer waits for all.
+            cache.commit(length, out)
+        return out
+
+    def _kind(self, x: mx.array, caches: Sequence[LayerCache]) -> _Kind | None:
+        batch, length, _ = x.shape
+        # A fresh cache does not know the batch yet.
+        if length > MAX_TOKENS or len(caches[0].offsets) != batch:
+            return None
+        padded = min(caches[0].valid(length)) < length
+        key = batch, length, padded, tuple((type(cache), cache.kv_format, cache.slack) for cache in caches)
+        if key not in self._kinds:
+            shapes = []
+            for module, cache in zip(self._modules, caches, strict=True):
+                shape = fused_shape(module.self_attn.heads, cache, length, self._dtype)
+                if shape is None:
+                    break
+                shapes.append(shape)
+            self._kinds[key] = self._new_kind(shapes) if len(shapes) == len(self._modules) else None
+        return self._kinds[key]
+
+    def _new_kind(self, shapes: list[Shape]) -> _Kind:
+        distinct = list(dict.fromkeys(shapes))
+        shape_of = [distinct.index(shape) for shape in shapes]
+        turns = [self._modules[shape_of.index(i)].self_attn.heads.turns for i in range(len(distinct))]
+        return _Kind(distinct, shape_of, turns)
+
+    def _function(self, kind: _Kind, splits: tuple[int, ...]) -> StepFunction:
+        if splits in kind.functions:
+            return kind.functions[splits]
+        attends = [bind_decode_attention(*x) for x in zip(kind.shapes, splits, strict=True)]
+        one_token = kind.shapes[0].batch == kind.shapes[0].length == 1
+
+        def function(x: mx.array, positions: mx.array, after: mx.array, buffers: list[KV]) -> mx.array:
+            tables = [
+                rope_table(positions, shape.length, turns)
+                for shape, turns in zip(kind.shapes, kind.turns, strict=True)
+            ]
+            residual, delta = x.astype(mx.float32), None
+            if self._fused and one_token:
+                for layer, i, rows in zip(self._fused, kind.shape_of, buffers, strict=True):
+                    qkv, scores = layer.qkv(residual)
+                    out = attends[i](qkv, scores, *rows, *tables[i], after)
+                    (residual,) = layer.out(residual, out)
+                    (activations,) = layer.geglu(residual)
+                    (residual,) = layer.down(residual, activations)
+            else:
+                for module, i, rows in zip(self._modules, kind.shape_of, buffers, strict=True):
+                    step = Step(FUSED, positions, table=tables[i], attend=attends[i])
+                    residual, delta = module(residual, delta, step, _Rows(rows, after))
+            return add_rms_norm(residual, delta, self._norm.weight, eps=self._norm.eps)[1]
+
+        # The first call runs as it is: self-checks of kernels evaluate arrays, which cannot be traced.
+        kind.functions[splits] = _compiled_later(function)
+        return kind.functions[splits]
+
+
+def _compiled_later(function: StepFunction) -> StepFunction:
+    """The function, compiled from its second call on where that is possible and pays."""
+    if is_forced() or not is_on("compiled_step", backend_name()):
+        return function
+    compiled = mx.compile(function)
+    calls = 0
+
+    def call(*arguments: Any) -> mx.array:
+        nonlocal calls
+        calls += 1
+        return function(*arguments) if calls == 1 else compiled(*arguments)
+
+    return call
+
+
+def _last_of(caches: Sequence[LayerCache]) -> mx.array | None:
+    """What in-place writes to any of the caches come after."""
+    pending = {id(cache.last): cache.last for cache in caches if cache.last is not None}
+    if len(pending) > 1:
+        for cache in caches:
+            cache.sync()
+        return None
+    return next(iter(pending.values()), None)
 
 
 def _prepare(layer: nn.Module, dtype: mx.Dtype) -> _Layer | None:
@@ -131,26 +246,13 @@ def _prepare(layer: nn.Module, dtype: mx.Dtype) -> _Layer | None:
         and can_linear_add(dtype, down)
     ):
         return None
-    heads = attention.heads
-    shape = heads.shape(dtype, 1, 1)
-    if not can_decode(shape):
-        return None
     return _Layer(
         qkv=bind_norm_qkv(
             layer.input_layernorm.weight, qkv, gate_weight.weight, eps=layer.input_layernorm.eps
         ),
-        shape=shape,
-        turns=heads.turns,
         out=bind_linear_add(out, dtype),
         geglu=bind_norm_geglu(
             layer.post_attention_layernorm.weight, gate, up, eps=layer.post_attention_layernorm.eps
         ),
         down=bind_linear_add(down, dtype),
-    )
-
-
-def supports(caches: Sequence[Any]) -> bool:
-    """Whether fused steps are on for this backend and possible with these caches."""
-    return is_on("fused_linear", backend_name()) and all(
-        isinstance(cache, FullKVCache | SlidingKVCache) and len(cache.offsets) == 1 for cache in caches
     )

@@ -25,6 +25,11 @@ FUSIONS = {
         cuda="5 or 6 launches a layer in place of 9 or 10, and launches are dear",
         metal=None,
     ),
+    "compiled_step": Fusion(
+        what="a step's graph is traced once by mx.compile and then replayed, without Python",
+        cuda="a third less host time to build a step's graph, which the device waits for",
+        metal="some 250 to 370 calls from Python less a token; nothing was measured",
+    ),
 }
 
 

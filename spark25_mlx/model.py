@@ -32,16 +32,14 @@ from .attention import Heads, Step, gated_attention, plan
 from .cache import FullKVCache, LayerCache, SlidingKVCache, SnapshotPolicy, adopt
 from .config import SLIDING, ModelArgs
 from .custom_kernels.add_rms_norm import add_rms_norm
-from .custom_kernels.backend import differentiable
+from .custom_kernels.backend import REFERENCE, backend_name, differentiable
+from .custom_kernels.decode_attention import MAX_TOKENS
 from .custom_kernels.geglu import geglu
 from .custom_kernels.rope import rope_turns
-from .decode import FusedDecoder, supports
+from .decode import Decoder
 from .joined import JoinedLinear
 from .snapshots import AutoSnapshots
 from .weights import WeightsError, check, rename
-
-# A call with more tokens than this is a prompt, not a step of decoding.
-_LONGEST_STEP = 8
 
 
 def rope_for(args: ModelArgs, layer_type: str) -> mx.array:
@@ -126,7 +124,7 @@ class SparkModel(nn.Module):
         self.embedding = nn.Embedding(args.vocab_size, args.hidden_size)
         self.layers = [DecoderLayer(args, layer_type) for layer_type in args.layer_types]
         self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
-        self._decoder: FusedDecoder | None = None
+        self._decoder: Decoder | None = None
         # The first layer of each class answers for it: all layers of a class are at the same position.
         self._representatives = {kind: args.layer_types.index(kind) for kind in args.rope}
 
@@ -138,8 +136,10 @@ class SparkModel(nn.Module):
     ) -> mx.array:
         x = self.embedding(inputs) if input_embeddings is None else input_embeddings
         B, L, _ = x.shape
-        if cache is not None and B == L == 1 and (decoder := self._decoder_for(x.dtype, cache)):
-            return _add_norm(decoder(x, cache), None, self.norm)[1]
+        if cache is not None and L <= MAX_TOKENS and not self.training and backend_name() != REFERENCE:
+            out = self._current_decoder(x.dtype)(x, cache)
+            if out is not None:
+                return out
         caches: Sequence[LayerCache | None] = cache or [None] * len(self.layers)
         # Rows of a fresh cache, and of none, all begin at 0.
         offsets = [0] if cache is None else cache[0].offsets
@@ -153,13 +153,10 @@ class SparkModel(nn.Module):
             residual, delta = layer(residual, delta, steps[layer.layer_type], layer_cache)
         return _add_norm(residual, delta, self.norm)[1]
 
-    def _decoder_for(self, dtype: mx.Dtype, cache: list[LayerCache]) -> FusedDecoder | None:
-        """The prepared launches of a one-token step, if this backend, these weights and caches have them."""
-        if self.training or not supports(cache):
-            return None
+    def _current_decoder(self, dtype: mx.Dtype) -> Decoder:
         if self._decoder is None or not self._decoder.is_current():
-            self._decoder = FusedDecoder(self, dtype)
-        return self._decoder if self._decoder.usable else None
+            self._decoder = Decoder(self, dtype)
+        return self._decoder
 
 
 class Model(nn.Module):
@@ -207,7 +204,7 @@ class Model(nn.Module):
             self._check_ids(inputs)
         if cache is not None and not all(isinstance(c, LayerCache) for c in cache):
             cache[:] = self.adopt(cache)
-        if cache is not None and input_embeddings is None and inputs.shape[-1] > _LONGEST_STEP:
+        if cache is not None and input_embeddings is None and inputs.shape[-1] > MAX_TOKENS:
             self._mark_snapshots(inputs, cache)
         # Only a forward pass without a cache is ever differentiated.
         with differentiable() if cache is None or self.training else nullcontext():
@@ -218,7 +215,7 @@ class Model(nn.Module):
         """Look at the ids of every prompt; a GPU need not wait for those that it has just sampled itself."""
         if inputs.size == 0:
             raise ValueError("the prompt is empty; it must hold at least one token")
-        is_step = inputs.shape[-1] <= _LONGEST_STEP
+        is_step = inputs.shape[-1] <= MAX_TOKENS
         # The last token of a prompt comes alone, after the others: the first short call is checked too.
         trusted = is_step and self._last_was_step and mx.default_device().type == mx.DeviceType.gpu
         self._last_was_step = is_step

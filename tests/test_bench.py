@@ -21,7 +21,7 @@ from spark25_mlx.cli import bench, bench_models, bench_report, bench_timing
 from spark25_mlx.cli.bench_models import NATIVE, OURS, Subject
 from spark25_mlx.cli.bench_timing import DecodeRun, PrefillRun
 from spark25_mlx.custom_kernels.backend import registered, suspended, without
-from spark25_mlx.decode import FusedDecoder
+from spark25_mlx.decode import Decoder
 from tests import tiny
 
 PLENTY = 1 << 40
@@ -302,11 +302,11 @@ def test_fusion_without() -> None:
 
 def test_prepared_step_is_prepared_again(subject: Subject) -> None:
     """Launches that were prepared with a kernel are not used without it."""
-    decoder = FusedDecoder(subject.models[OURS].model, mx.bfloat16)
+    decoder = Decoder(subject.models[OURS].model, mx.bfloat16)
     assert decoder.is_current()
     with without("norm_qkv"):
         assert not decoder.is_current()
-        assert FusedDecoder(subject.models[OURS].model, mx.bfloat16).is_current()
+        assert Decoder(subject.models[OURS].model, mx.bfloat16).is_current()
     assert decoder.is_current()
 
 
@@ -324,7 +324,9 @@ def test_switch_off_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setattr(bench, "operations", lambda *_: Counter(name for name in suspended() if name in slow))
     report = report_of([*SHORT, "--context", "16", "--prefill", "none", "--switch-off-each"], tmp_path)
     rows = {(row["name"], row["kind"]): row["loss"] for row in report["switched_off"]["rows"]}
-    assert rows == pytest.approx({("norm_qkv", "kernel"): 0.5, ("fused_linear", "fusion"): 1.5})
+    assert rows == pytest.approx(
+        {("norm_qkv", "kernel"): 0.5, ("fused_linear", "fusion"): 1.5, ("compiled_step", "fusion"): 0.0}
+    )
     assert report["notes"] == ["not part of this decode step, so not switched off: geglu"]
 
 

@@ -20,7 +20,7 @@ from spark25_mlx.config import ModelArgs
 from spark25_mlx.custom_kernels import backend
 from spark25_mlx.custom_kernels.backend import Factory, Kernel, forced, registered, switched_off
 from tests import metal_sim
-from tests.kernels.backends import simulated
+from tests.kernels.backends import CACHE_BUFFERS, simulated
 from tests.metal_sim.planted import Planting
 from tests.tiny import PUBLISHED, F, S, rope_parameters, tiny_config
 
@@ -58,7 +58,7 @@ class Run:
         metal_sim.require_toolchain()
         # Verdicts are kept by the back end's name, so each run needs one of its own.
         name = f"simulated machine {next(_numbers)}"
-        with forced(name, factory), metal_sim.options(writable=("keys", "values")):
+        with forced(name, factory), metal_sim.options(writable=CACHE_BUFFERS):
             return cli.main(["doctor", *arguments])
 
     @property
@@ -91,6 +91,11 @@ def test_variants_are_those_of_the_published_models(config: dict[str, Any]) -> N
             for dtype in (mx.bfloat16, mx.float32)
             for dims, window in ((256, 512), (64, None))
         ]
+    assert found["decode_attention_quantised"] == [
+        (dtype, 256, 64, 4, None, "sigmoid", 1, bits, 64)
+        for dtype in (mx.bfloat16, mx.float32)
+        for bits in (8, 4)
+    ]
     assert found["norm_qkv"] == [(mx.bfloat16, 16, 0), (mx.float32, 16, 0)]
     assert found["linear_add_quantised"][:2] == [(mx.bfloat16, 8, 64), (mx.bfloat16, 4, 64)]
 
@@ -349,7 +354,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_compared_computes_the_same(few: None) -> None:
     metal_sim.require_toolchain()
     launched = set()
-    with simulated() as launches, metal_sim.options(writable=("keys", "values")):
+    with simulated() as launches, metal_sim.options(writable=CACHE_BUFFERS):
         for case in doctor.cases(ModelArgs.from_dict(SMALL), FORMATS):
             call, in_mx = case.prepare()
             launches.clear()
@@ -377,7 +382,7 @@ def test_times(few: None, capsys: pytest.CaptureFixture[str]) -> None:
     progress: list[str] = []
     with (
         simulated(),
-        metal_sim.options(writable=("keys", "values")),
+        metal_sim.options(writable=CACHE_BUFFERS),
         patch.object(doctor, "_geglu", wrong),
         patch.object(doctor, "_head_gate", broken),
     ):
@@ -385,7 +390,7 @@ def test_times(few: None, capsys: pytest.CaptureFixture[str]) -> None:
         rows = list(doctor.measure(args, FORMATS, working, progress.append))
     by_name = {row["kernel"]: row for row in rows}
     # The attention that needs the kernel that does not work is left out with it.
-    assert set(by_name) == set(working) - {"decode_attention"}
+    assert set(by_name) == set(working) - {"decode_attention", "decode_attention_quantised"}
     assert by_name["geglu"]["problem"].startswith("is 1 of the largest magnitude away")
     assert by_name["head_gate"]["problem"] == "does not run: out of memory"
     for name, row in by_name.items():

@@ -41,6 +41,8 @@ METAL_FUNC T simd_shuffle_xor(T x, ushort mask) { return __shfl_xor_sync(0xfffff
 template <class T>
 METAL_FUNC T simd_shuffle(T x, ushort lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
+METAL_FUNC bool simd_any(bool x) { return __any_sync(0xffffffffu, x); }
+
 template <class T>
 METAL_FUNC T simd_sum(T x) {
   for (int step = 16; step; step >>= 1) x = x + simd_shuffle_xor(x, step);
@@ -71,9 +73,19 @@ METAL_FUNC float exp2(float x) { return exp2f(x); }
 } }
 
 namespace metal {
+// One instruction where a byte goes to another byte's place.
+METAL_FUNC uint insert_bits(uint base, uint insert, uint offset, uint bits) {
+  if (bits == 8 && offset == 8) return __byte_perm(insert, base, 0x7604);
+  const uint mask = ((1u << bits) - 1u) << offset;
+  return (base & ~mask) | ((insert << offset) & mask);
+}
+}
+
+namespace metal {
 template <class T>
 METAL_FUNC T max(T a, T b) { return b > a ? b : a; }
 template <class T>
 METAL_FUNC T min(T a, T b) { return b < a ? b : a; }
 METAL_FUNC float abs(float x) { return fabsf(x); }
+METAL_FUNC float rint(float x) { return rintf(x); }
 }

@@ -38,6 +38,10 @@ class QuantizedFullKVCache(GrowingKVCache):
         self.group_size = group_size
         self.bits = bits
 
+    @property
+    def kv_format(self) -> tuple[int, int]:  # type: ignore[override]
+        return self.bits, self.group_size
+
     def _encode(self, keys: mx.array, values: mx.array) -> list[mx.array]:
         for name, x in (("keys", keys), ("values", values)):
             if x.shape[-1] % self.group_size:

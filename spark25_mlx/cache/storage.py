@@ -36,6 +36,10 @@ class LayerCache:
 
     # Lists with one entry a sequence.
     _PER_SEQUENCE: ClassVar[tuple[str, ...]] = ("offsets", "_budget")
+    # (bits, group size) of the rows; 16 bits stand for plain values of any dtype.
+    kv_format: tuple[int, int] = (16, 0)
+    # Tokens that can always be trimmed.
+    slack: int = UNLIMITED
     # Attributes that caches of one batch must agree in.
     _KIND: ClassVar[tuple[str, ...]] = ()
 

@@ -377,7 +377,7 @@ class _Run:
         for name, kind in names.items():
             self.progress.start(f"without {name}")
             with without(name):
-                if self._operations(OURS, context) == usual:
+                if kind == "kernel" and self._operations(OURS, context) == usual:
                     unused.append(name)
                     continue
             on, off = [], []

@@ -27,7 +27,7 @@ from ..checkpoint import read_config
 from ..config import FULL, SLIDING, ModelArgs, RopeArgs
 from ..custom_kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
 from ..custom_kernels.backend import REFERENCE, SWITCH, Kernel, backend_name, registered, switched_off
-from ..custom_kernels.decode_attention import Shape, bind_decode_attention, split_count
+from ..custom_kernels.decode_attention import PLAIN, Shape, bind_decode_attention, split_count
 from ..custom_kernels.decode_linear import Weight, bind_linear_add, bind_norm_geglu, bind_norm_qkv
 from ..custom_kernels.geglu import geglu, geglu_reference
 from ..custom_kernels.head_gate import (
@@ -62,9 +62,12 @@ _SPARK_4B = {
     },
 }
 # Kernels whose check reads through MLX what the kernel has written into an input.
-IN_PLACE = ("qkv_rope_append", "decode_attention", "decode_attention_final")
-_ATTENTION = ("decode_attention", "decode_attention_final", "merge_gate")
+_ATTENDING = ("decode_attention", "decode_attention_final", "decode_attention_quantised")
+IN_PLACE = ("qkv_rope_append", *_ATTENDING)
+_ATTENTION = (*_ATTENDING, "merge_gate")
 _LINEAR = ("norm_qkv", "norm_geglu", "linear_add")
+# Formats of quantised caches, in mlx-lm's default groups.
+_KV_FORMATS = ((8, 64), (4, 64))
 # Tokens in the cache of a timed call, and where the attention is one kernel at any length.
 _OFFSETS = (4096, 512)
 # The mx ops round between their steps, where the kernels do not: relative to the largest magnitude.
@@ -203,6 +206,12 @@ def variants(args: ModelArgs, formats: Sequence[Format], dtypes: Sequence[mx.Dty
         "qkv_rope_append": rotations,
         "decode_attention": heads,
         "decode_attention_final": heads,
+        "decode_attention_quantised": [
+            (*head, 1, *kv_format)
+            for head, kind in zip(heads, args.rope, strict=False)
+            for kv_format in _KV_FORMATS
+            if kind == FULL and _shape(args, kind, kv_format).rows_fit
+        ],
         "merge_gate": gates,
         **linear,
     }
@@ -381,13 +390,20 @@ def cases(args: ModelArgs, formats: Sequence[Format]) -> Iterator[Case]:
             (kind, offset)
             for offset in _OFFSETS
             for kind in args.rope
-            if (split_count(offset - 1, _window(args, kind)) == 1) == final
+            if (split_count(offset - 1, _shape(args, kind)) == 1) == final
         ]
         for kind, offset in fitting[:1]:
             window = _window(args, kind)
             size = f"{offset} keys" if window is None else f"{min(offset, window)} keys, window"
             kernels = ("decode_attention_final",) if final else ("decode_attention", "merge_gate")
             yield Case(kernels, size, partial(_decode_attention, args, kind, offset))
+    for kv_format in _KV_FORMATS:
+        if FULL in args.rope and _shape(args, FULL, kv_format).rows_fit:
+            kernels, size = (
+                ("decode_attention_quantised", "merge_gate"),
+                f"{offset} keys, {kv_format[0]} bits",
+            )
+            yield Case(kernels, size, partial(_decode_attention, args, FULL, offset, kv_format))
     for bits, group_size in formats:
         # MLX quantises whole groups.
         if any(columns % max(group_size, 1) for columns in (K, inner)):
@@ -434,7 +450,7 @@ def _project_gate(args: ModelArgs) -> Pair:
 def _rope_table(rope: RopeArgs) -> Pair:
     turns, positions = rope_turns(rope.theta, rope.dims), _position(_OFFSETS[0] - 1)
     return (
-        lambda: rope_table(positions, 1, turns),
+        lambda: rope_table(positions, 1, turns)[1:],
         lambda: rope_cos_sin(turns, positions[:, None] + mx.arange(1)),
     )
 
@@ -483,24 +499,28 @@ def _qkv_rope_append(args: ModelArgs, rope: RopeArgs, offset: int) -> Pair:
     return call, in_mx
 
 
-def _decode_attention(args: ModelArgs, kind: str, offset: int) -> Pair:
-    H, KV, D, mode = (
-        args.num_attention_heads,
-        args.num_key_value_heads,
-        args.head_dim,
-        args.gate_attn_act_mode,
-    )
-    rope, window = args.rope[kind], _window(args, kind)
+def _decode_attention(args: ModelArgs, kind: str, offset: int, kv_format: Format = PLAIN) -> Pair:
+    shape = _shape(args, kind, kv_format)
+    H, KV, D, mode = shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.mode
+    rope, window = args.rope[kind], shape.window
     capacity = offset if window is None else min(offset, window)
     qkv, scores, turns = _qkv(args), _random(1, 1, H, seed=1), rope_turns(rope.theta, rope.dims)
     ours, theirs = (_Cache(args, offset, capacity) for _ in range(2))
-    shape = Shape(mx.bfloat16, 1, 1, H, KV, D, rope.dims, window, mode)
-    attend = bind_decode_attention(shape, split_count(offset - 1, window))
+    attend = bind_decode_attention(shape, split_count(offset - 1, shape))
     table = rope_table(ours.positions, 1, turns)
+    bits, group_size = kv_format
+    rows: list[Any] = [ours.keys, ours.values]
+    if shape.quantised:
+        rows = [mx.quantize(x, group_size=group_size, bits=bits) for x in rows]
+        theirs.keys, theirs.values = (
+            mx.dequantize(codes, scales, biases, group_size=group_size, bits=bits)
+            for codes, scales, biases in rows
+        )
+        mx.eval(rows, theirs.keys, theirs.values)
 
     def call() -> list[mx.array]:
         after = qkv if ours.last is None else ours.last
-        ours.last = attend(qkv, scores, ours.keys, ours.values, ours.positions, *table, after)
+        ours.last = attend(qkv, scores, *rows, *table, after)
         return [ours.last]
 
     def in_mx() -> list[mx.array]:
@@ -545,6 +565,13 @@ def _linear_add(args: ModelArgs, bits: int, group_size: int) -> Pair:
     weight = _weight(K, inner, bits, group_size, 2)
     add = bind_linear_add(weight, mx.bfloat16)
     return lambda: add(residual, x), lambda: [residual + _product(x, weight).astype(mx.float32)]
+
+
+def _shape(args: ModelArgs, kind: str, kv_format: Format = PLAIN) -> Shape:
+    """Of the attention of one token."""
+    heads = args.num_attention_heads, args.num_key_value_heads, args.head_dim
+    dims, mode = args.rope[kind].dims, args.gate_attn_act_mode
+    return Shape(mx.bfloat16, 1, 1, *heads, dims, _window(args, kind), mode, *kv_format)
 
 
 def _window(args: ModelArgs, kind: str) -> int | None:

@@ -221,7 +221,7 @@ class KernelWrites:
         keys, values = buffers
         heads = [np.zeros((len(tags), 1, tags.shape[1], D), np.float32), keys_of(tags), values_of(tags)]
         qkv = mx.array(np.concatenate(heads, axis=1).transpose(0, 2, 1, 3).reshape(*tags.shape, -1))
-        with self._backend.writing("keys", "values"):
+        with self._backend.writing():
             return qkv_rope_append(
                 qkv,
                 keys,

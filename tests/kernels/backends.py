@@ -22,6 +22,10 @@ F = TypeVar("F")
 _numbers = count()
 
 
+# Names of the inputs that kernels write in place.
+CACHE_BUFFERS = ("keys", "key_scales", "key_biases", "values", "value_scales", "value_biases")
+
+
 @dataclass(frozen=True)
 class Backend:
     """What a test runs on.
@@ -40,9 +44,9 @@ class Backend:
         """The function to test."""
         return reference if self.is_reference else kernel
 
-    def writing(self, *inputs: str) -> AbstractContextManager[Any]:
-        """Inside, kernels may write these inputs in place."""
-        return metal_sim.options(writable=inputs) if self.name == SIMULATOR else nullcontext()
+    def writing(self) -> AbstractContextManager[Any]:
+        """Inside, kernels may write their inputs' cache buffers in place."""
+        return metal_sim.options(writable=CACHE_BUFFERS) if self.name == SIMULATOR else nullcontext()
 
 
 @contextmanager

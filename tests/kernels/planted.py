@@ -10,6 +10,7 @@ bind: the tests named `test_after_is_bound` look at the launch itself.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import mlx.core as mx
@@ -28,6 +29,7 @@ from tests.kernels import (
     test_geglu,
     test_head_gate,
     test_qkv_rope,
+    test_quantised_attention,
     test_rope,
 )
 from tests.kernels.backends import SIMULATOR, Backend, through
@@ -103,6 +105,14 @@ def _decode_attention(*splits: int) -> None:
             test_decode_attention.check_call(_SIMULATOR, case, n)
 
 
+def _quantised_attention() -> None:
+    small = test_quantised_attention.Case([9, 0, 40], L=2, n_heads=4, n_kv_heads=2, splits=(1, 8))
+    wide = replace(small, D=256, bits=4, group=64, dtype=mx.float16)
+    many_heads = replace(small, n_heads=8, n_kv_heads=1)
+    for case in (small, wide, many_heads):
+        test_quantised_attention.check(_SIMULATOR, case)
+
+
 def _norm_qkv(bits: int, group: int) -> None:
     weight = random_weight(35, 192, mx.bfloat16, bits, group, 1)
     gate_weight = random((5, 192), mx.bfloat16, 2, 192**-0.5)
@@ -139,6 +149,7 @@ _TESTS: dict[str, Callable[[], None]] = {
     "qkv_rope_append": _qkv_rope_append,
     "decode_attention": partial(_decode_attention, 8),
     "decode_attention_final": partial(_decode_attention, 1),
+    "decode_attention_quantised": _quantised_attention,
     "merge_gate": partial(_decode_attention, 8, 64),
     "norm_qkv": partial(_norm_qkv, 16, 0),
     "norm_qkv_quantised": partial(_norm_qkv, 4, 32),
@@ -171,7 +182,7 @@ TABLE: tuple[Planted, ...] = (
     Planted("merge_gate", "no barrier before the sum", _BARRIER + "const float gate", "const float gate",
             Kind.RACE),
     Planted("linear_add", "no barrier before the parts' sum", _BARRIER, "", Kind.UNINITIALISED),
-    Planted("linear_add", "every part writes", "if (part != 0) return;\n", "", Kind.OUT_OF_BOUNDS),
+    Planted("linear_add", "every part writes", "if (part != 0) continue;\n", "", Kind.OUT_OF_BOUNDS),
     Planted("qkv_rope_append", "later tokens overwrite in any order", " || l + capacity < valid", "",
             Kind.RACE),
     # Windows and rings
@@ -183,25 +194,26 @@ TABLE: tuple[Planted, ...] = (
             WRONG_VALUES),
     Planted("decode_attention", "rows not reduced to the ring", "begin % capacity", "begin",
             Kind.OUT_OF_BOUNDS),
-    Planted("decode_attention_final", "no wrap within a split", "if (row >= capacity) row -= capacity;\n", "",
+    Planted("decode_attention_final", "no wrap within a split", "row >= capacity ? row - capacity : row",
+            "row", Kind.OUT_OF_BOUNDS),
+    Planted("decode_attention_final", "neighbours around the ring's end", " && ROW(at) + U <= capacity", "",
             Kind.OUT_OF_BOUNDS),
+    Planted("decode_attention", "neighbours beyond the last key", "at + U <= end && ", "", Kind.RACE),
     Planted("decode_attention", "new key at the row of the first token", "(offset + t) % capacity",
             "offset % capacity", Kind.RACE),
     Planted("decode_attention", "ring one row shorter", "(offset + t) % capacity",
             "(offset + t) % (capacity - 1)", Kind.RACE),
-    Planted("decode_attention", "tokens see the future", "t <= l && split == 0", "t < L && split == 0",
-            WRONG_VALUES),
-    Planted("decode_attention", "token does not see itself", "float(T(key[i]", "-1e3f * float(T(key[i]",
-            WRONG_VALUES),
-    Planted("decode_attention", "every split adds the new keys", "t <= l && split == 0", "t <= l",
-            WRONG_VALUES),
+    Planted("decode_attention", "tokens see the future", "split == 0 && simd <= l",
+            "split == 0 && simd < L", Kind.UNINITIALISED),
+    Planted("decode_attention", "token does not see itself", "float score = simd_sum(dot)",
+            "float score = -1e3f", WRONG_VALUES),
+    Planted("decode_attention", "every split adds the new keys", "split == 0", "true", WRONG_VALUES),
     Planted("decode_attention", "last keys of a split lost", "(count + splits - 1) / splits",
             "count / splits", WRONG_VALUES),
     Planted("decode_attention", "window of the first token for all", "position = offset + l",
             "position = offset", WRONG_VALUES),
     Planted("decode_attention", "phases of the first token for all",
-            "(size_t(b) * L + l) * (R / 2) + d",
-            "size_t(b) * L * (R / 2) + d", WRONG_VALUES),
+            "entry = token * (R / 2)", "entry = size_t(b) * L * (R / 2)", WRONG_VALUES),
     Planted("rope_table", "position of the first token for all", "uint(positions[b]) + l",
             "uint(positions[b])",
             WRONG_VALUES),
@@ -222,6 +234,34 @@ TABLE: tuple[Planted, ...] = (
     Planted("decode_attention_final", "weights not normalised", "sum / sum_of_weights", "sum", WRONG_VALUES),
     Planted("decode_attention_final", "heads and tokens exchanged", "((size_t(b) * L + l) * H + head) * D",
             "((size_t(b) * H + head) * L + l) * D", WRONG_VALUES),
+    # Quantised caches
+    Planted("decode_attention_quantised", "scale of the row before", "share.scale = float(scales[group])",
+            "share.scale = float(scales[group - (row > 0 ? 32 * N / GROUP : 0)])", WRONG_VALUES),
+    Planted("decode_attention_quantised", "bias of the neighbouring group",
+            "share.bias = float(biases[group])", "share.bias = float(biases[group ^ 1])", WRONG_VALUES),
+    Planted("decode_attention_quantised", "codes high bits first", "const int at = i * BITS % 32",
+            "const int at = 24 - i * BITS % 32", WRONG_VALUES),
+    Planted("decode_attention_quantised", "bias forgotten", "share.bias - scale", "-scale", WRONG_VALUES),
+    Planted("decode_attention_quantised", "first lane's half of a shared word for all",
+            "share.words[0] >> (lane * N * BITS % 32)", "share.words[0]", WRONG_VALUES),
+    Planted("decode_attention_quantised", "range of a lane for that of its group",
+            "mask < GROUP / N", "mask < 1", WRONG_VALUES),
+    Planted("decode_attention_quantised", "codes of one lane in a shared word",
+            "share.words[0] |= simd_shuffle_xor(share.words[0], mask)", "share.words[0] |= 0", WRONG_VALUES),
+    Planted("decode_attention_quantised", "every lane writes a shared word", "if (write && shift == 0)",
+            "if (write)", NOTHING),
+    Planted("decode_attention_quantised", "codes cut off, not rounded", "metal::rint((x[i] - bias) / scale)",
+            "float(int((x[i] - bias) / scale))", WRONG_VALUES),
+    Planted("decode_attention_quantised", "edge of smaller magnitude met",
+            "metal::abs(low) > metal::abs(high)", "metal::abs(low) < metal::abs(high)", WRONG_VALUES),
+    Planted("decode_attention_quantised", "scale of any sign", "if (!from_low) scale = -scale;\n", "",
+            WRONG_VALUES),
+    Planted("decode_attention_quantised", "seen before it was quantised",
+            "decode(codes, scales, biases, lane, share, x);\n}", "}", WRONG_VALUES),
+    Planted("decode_attention_quantised", "every tile writes the rows, told to mind",
+            " && tile % (TILES / KV) == 0", "", Kind.RACE, {"same_value_races": True}),
+    Planted("decode_attention_quantised", "rows of the keys' buffer for the values",
+            "quantise((device uint*)values", "quantise((device uint*)keys", WRONG_VALUES),
     # Strides and indices
     Planted("geglu", "stride of one half", "row * (2 * I) + i", "row * I + i", WRONG_VALUES),
     Planted("geglu", "no bounds check", "if (i >= I) return;\n", "", Kind.OUT_OF_BOUNDS),
@@ -238,15 +278,15 @@ TABLE: tuple[Planted, ...] = (
             "stats[2 * (first + lane + 32 * i + 1) + 1]", Kind.OUT_OF_BOUNDS),
     Planted("merge_gate", "first part only", "j < splits; j += SIMDS", "j < 1; j += SIMDS", WRONG_VALUES),
     Planted("merge_gate", "no more than 32 parts", "j < 32 ? low : high", "low", WRONG_VALUES),
-    Planted("linear_add", "rows beyond the matrix", "metal::min(first_row + r, uint(N) - 1)",
+    Planted("linear_add", "rows beyond the matrix", "metal::min(first_row + r, rows - 1)",
             "(first_row + r)",
             Kind.OUT_OF_BOUNDS),
-    Planted("norm_qkv", "gate rows beyond their matrix", "metal::min(first_row + r, uint(H) - 1)",
+    Planted("norm_qkv", "gate rows beyond their matrix", "metal::min(first_row + r, rows - 1)",
             "(first_row + r)", Kind.OUT_OF_BOUNDS),
     Planted("norm_qkv", "last columns not cut off", "if (from >= SEGMENT) continue;\n", "",
             Kind.OUT_OF_BOUNDS),
-    Planted("norm_qkv_quantised", "scale of the neighbouring group", "float(scales[group])",
-            "float(scales[group + 1])",
+    Planted("norm_qkv_quantised", "scale of the neighbouring group", "float(scales[element / GROUP])",
+            "float(scales[element / GROUP + 1])",
             Kind.OUT_OF_BOUNDS),
     Planted("norm_qkv_quantised", "codes high bits first", "x[PER_WORD * j + i]",
             "x[PER_WORD * j + PER_WORD - 1 - i]",
@@ -262,11 +302,11 @@ TABLE: tuple[Planted, ...] = (
     Planted("norm_geglu", "gate and up exchanged", "gelu(sums[0][r]) * sums[1][r]",
             "gelu(sums[1][r]) * sums[0][r]",
             WRONG_VALUES),
-    Planted("linear_add_quantised", "biases of the groups forgotten", "float(biases[group]) * x_sum", "0.0f",
+    Planted("linear_add_quantised", "biases of the groups forgotten", "code_bias[a][0][r] * x_sum", "0.0f",
             WRONG_VALUES),
     # Numbers
-    Planted("add_rms_norm", "epsilon forgotten", " + eps", "", WRONG_VALUES),
-    Planted("norm_qkv", "epsilon forgotten", " + eps", "", WRONG_VALUES),
+    Planted("add_rms_norm", "epsilon forgotten", " + EPS", "", WRONG_VALUES),
+    Planted("norm_qkv", "epsilon forgotten", " + EPS", "", WRONG_VALUES),
     Planted("add_rms_norm", "rounded before the weight", "float(weight[i]) * (values[j] * scale)",
             "float(weight[i]) * float(T(values[j] * scale))", WRONG_VALUES),
     Planted("add_rms_norm", "residual stream rounded to the dtype", "h[row + i] = values[j]",
@@ -287,14 +327,11 @@ TABLE: tuple[Planted, ...] = (
             "score += 0.0f", WRONG_VALUES),
     Planted("decode_attention", "weight of another key", "simd_shuffle(weight, SHARE * (h * U + u))",
             "simd_shuffle(weight, h * U + u)", WRONG_VALUES),
-    Planted("decode_attention", "maximum from beyond the simdgroup", "simd_shuffle(lane_best, SHARE * h * U)",
-            "simd_shuffle(lane_best, 2 * SHARE * h * U)", Kind.SIMD_LANE),
+    Planted("decode_attention", "maximum from beyond the simdgroup", "simd_shuffle(shrink, SHARE * h * U)",
+            "simd_shuffle(shrink, 2 * SHARE * h * U)", Kind.SIMD_LANE),
     Planted("decode_attention", "scale of head_dim forgotten", "metal::precise::rsqrt(float(D))", "1.0f",
             WRONG_VALUES),
     Planted("decode_attention", "uninitialised maximum", "float lane_best = -1e30f;", "float lane_best;",
-            WRONG_VALUES),
-    Planted("decode_attention", "maximum of idle simdgroups -inf", "lane_best = -1e30f",
-            "lane_best = -INFINITY",
             WRONG_VALUES),
     Planted("merge_gate", "parts not rescaled", "used ? metal::fast::exp2(best[i] - most)", "used ? 1.0f",
             WRONG_VALUES),
@@ -318,6 +355,5 @@ TABLE: tuple[Planted, ...] = (
     Planted("qkv_rope", "phase read as unsigned, of half the resolution", "as_type<int>(phase)", "phase",
             NOTHING),
     Planted("decode_attention", "query not rounded as the keys are",
-            "float(T(x[i] * c[i] + float(row[PARTNER(d0 + i)]) * s[i]))",
-            "(x[i] * c[i] + float(row[PARTNER(d0 + i)]) * s[i])", NOTHING),
+            "float(T(x)) * (is_key ? 1.0f : scale)", "(is_key ? float(T(x)) : x * scale)", NOTHING),
 )  # fmt: skip

@@ -94,14 +94,14 @@ def run(
     options: dict[str, Any] = {"n_heads": case.n_heads, "window": case.window, "mode": case.mode}
     if backend.is_reference:
         return decode_attention_reference(*arguments, *rest, **options)
-    with backend.writing("keys", "values"):
+    with backend.writing():
         if splits is None:
             out = decode_attention(*arguments, *rest, inputs.qkv, **options, most_keys=max(case.positions))
         else:
             B, H, KV = len(case.positions), case.n_heads, case.n_kv_heads
             shape = Shape(case.dtype, B, case.L, H, KV, case.D, case.dims, case.window, case.mode)
             table = rope_table(rest[0], case.L, rest[1])
-            out = bind_decode_attention(shape, splits)(*arguments, rest[0], *table, inputs.qkv)
+            out = bind_decode_attention(shape, splits)(*arguments, *table, inputs.qkv)
         mx.eval(out)
     return out, inputs.keys, inputs.values
 
@@ -284,7 +284,7 @@ def test_steps_of_one_graph(backend: Backend) -> None:
     turns = rope_turns(THETA, case.dims)
     options: dict[str, Any] = {"n_heads": 2, "window": 8, "mode": "sigmoid"}
     outs, after = [], rows[0].qkv
-    with backend.writing("keys", "values"):
+    with backend.writing():
         for i, row in enumerate(rows):
             arguments = row.qkv, row.scores, keys, values, mx.array([i], dtype=mx.int32), turns
             if backend.is_reference:

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from spark25_mlx.custom_kernels import decode_linear
 from spark25_mlx.custom_kernels.decode_linear import (
     Weight,
     can_linear_add,
@@ -146,6 +147,19 @@ def test_linear_add(backend: Backend, dtype: mx.Dtype, bits: int, group: int) ->
         assert_added(run, random_weight(rows, columns, dtype, bits, group, 1), dtype)
 
 
+@pytest.mark.parametrize("most", [1, 2, 5])
+@pytest.mark.parametrize(("bits", "group"), [(16, 0), (8, 64), (4, 32)])
+def test_groups_of_rows_in_turns(
+    backend: Backend, bits: int, group: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few threadgroups for many rows, the gates' among them; the last turn is not for all."""
+    monkeypatch.setattr(decode_linear, "_MOST_NORMS", {"metal": most, "cuda": most})
+    weight, other = (random_weight(90, 640, mx.bfloat16, bits, group, seed) for seed in (1, 2))
+    gate_weight = random((20, 640), mx.bfloat16, 3, 640**-0.5)
+    assert_qkv(backend.pick(norm_qkv, norm_qkv_reference), weight, gate_weight)
+    assert_geglu(backend.pick(norm_geglu, norm_geglu_reference), weight, other, mx.bfloat16)
+
+
 @dtypes
 @pytest.mark.parametrize("columns", [32, 96, 1056])
 def test_narrow_plain_matrices(backend: Backend, dtype: mx.Dtype, columns: int) -> None:
@@ -194,8 +208,8 @@ def test_which_formats_have_kernels(backend: Backend, bits: int, group: int) -> 
 
 def test_widest_norm(backend: Backend) -> None:
     """All of the threadgroup memory that there is."""
-    gate_weight = random((1, 8000), mx.bfloat16, 2, 8000**-0.5)
-    weight = random_weight(2, 8000, mx.bfloat16, 4, 64, 1)
+    gate_weight = random((1, 7680), mx.bfloat16, 2, 7680**-0.5)
+    weight = random_weight(2, 7680, mx.bfloat16, 4, 64, 1)
     assert backend.is_reference or can_norm_qkv(mx.bfloat16, weight, gate_weight)
     assert_qkv(backend.pick(norm_qkv, norm_qkv_reference), weight, gate_weight)
 

@@ -52,7 +52,7 @@ def appending(backend: Backend) -> Append:
         turns: mx.array,
         **heads: int,
     ) -> tuple[mx.array, mx.array, mx.array]:
-        with backend.writing("keys", "values"):
+        with backend.writing():
             q = qkv_rope_append(qkv, keys, values, positions, lengths, turns, qkv, **heads)
             mx.eval(q)
         return q, keys, values
@@ -249,7 +249,7 @@ def test_reads_between_appends(backend: Backend) -> None:
     mx.eval(keys, values)
     rows = random((steps, 1, 1, 3 * D), mx.float32, 0)
     after, seen = rows[0], []
-    with backend.writing("keys", "values"):
+    with backend.writing():
         for i in range(steps):
             q = qkv_rope_append(
                 rows[i],

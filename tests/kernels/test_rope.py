@@ -14,7 +14,7 @@ import pytest
 from spark25_mlx.custom_kernels.rope import inverse_frequencies, rope_cos_sin, rope_table, rope_turns
 from tests.kernels.backends import Backend
 
-Table = Callable[[mx.array, int, mx.array], tuple[mx.array, mx.array]]
+Table = Callable[[mx.array, int, mx.array], tuple[mx.array, mx.array, mx.array]]
 
 # (theta, r) of the published layer classes, full then sliding.
 PUBLISHED = [(5e6, 64), (1e6, 64), (1e4, 256)]
@@ -135,13 +135,14 @@ def test_shapes_and_dtypes_of_positions(shape: tuple[int, ...], dtype: mx.Dtype)
     assert distance(cos.reshape(-1, 3), sin.reshape(-1, 3), exact) <= TOLERANCE
 
 
-def table_reference(positions: mx.array, length: int, turns: mx.array) -> tuple[mx.array, mx.array]:
+def table_reference(positions: mx.array, length: int, turns: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     """`rope_table` in mx ops."""
-    return rope_cos_sin(turns, positions[:, None] + mx.arange(length))
+    return positions, *rope_cos_sin(turns, positions[:, None] + mx.arange(length))
 
 
 def assert_table(run: Table, positions: list[int], length: int, dims: int) -> None:
-    cos, sin = run(mx.array(positions, dtype=mx.int32), length, rope_turns(1e4, dims))
+    starts, cos, sin = run(mx.array(positions, dtype=mx.int32), length, rope_turns(1e4, dims))
+    assert starts.tolist()[: len(positions)] == positions
     assert cos.dtype == sin.dtype == mx.float32
     assert cos.shape == sin.shape == (len(positions), length, dims // 2)
     exact = oracle(1e4, dims, [start + i for start in positions for i in range(length)])

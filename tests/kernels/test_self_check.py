@@ -24,6 +24,10 @@ VARIANTS: dict[str, list[tuple[Any, ...]]] = {
     "qkv_rope_append": [(64, 16), (256, 256)],
     "decode_attention": [(256, 64, 4, None, "silu"), (64, 64, 3, 9, "sigmoid")],
     "decode_attention_final": [(256, 64, 4, None, "silu"), (64, 64, 3, 9, "sigmoid")],
+    "decode_attention_quantised": [
+        (256, 64, 4, None, "silu", 1, 8, 64),
+        (64, 64, 3, None, "sigmoid", 1, 4, 32),
+    ],
     "merge_gate": [(64, "silu"), (256, "sigmoid")],
     "norm_qkv": [(16, 0)],
     "norm_qkv_quantised": [(8, 64), (4, 32)],
@@ -51,7 +55,7 @@ def test_every_kernel_is_checked() -> None:
 def test_right_kernels_pass(backend: Backend, name: str, key: tuple[Any, ...]) -> None:
     if backend.is_reference:
         pytest.skip("a check of kernels")
-    with backend.writing("keys", "values"):
+    with backend.writing():
         assert registered()[name].error(*key) <= 1
 
 

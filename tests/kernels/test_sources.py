@@ -6,7 +6,9 @@ import pytest
 
 from spark25_mlx.custom_kernels.backend import _pieces, registered, select
 
-HELPERS = ["common.metal", "gate.metal", "gelu.metal", "matvec.metal", "phase.metal", "prelude/metal.cuh"]
+HELPERS = sorted(
+    {header for kernel in registered().values() for header in kernel.headers} | {"prelude/metal.cuh"}
+)
 
 
 @pytest.mark.parametrize("file", HELPERS)

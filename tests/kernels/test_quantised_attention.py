@@ -1,0 +1,274 @@
+"""`decode_attention` over caches in MLX's affine format, against float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.base import quantized_scaled_dot_product_attention
+
+from spark25_mlx.custom_kernels.decode_attention import (
+    Shape,
+    bind_decode_attention,
+    can_decode,
+    decode_attention,
+    decode_attention_reference,
+)
+from spark25_mlx.custom_kernels.rope import rope_table, rope_turns
+from tests.kernels import test_head_gate, test_qkv_rope
+from tests.kernels.backends import SIMULATOR, Backend
+from tests.kernels.rounding import DTYPES, assert_rounded_once, random, rounded, to_float64, ulp
+from tests.kernels.test_decode_attention import FP32_ERROR, THETA
+
+Triple = tuple[mx.array, mx.array, mx.array]
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call; `splits` are tried in turn, None for what the positions ask for."""
+
+    positions: list[int]
+    L: int = 1
+    n_heads: int = 1
+    n_kv_heads: int = 1
+    D: int = 64
+    capacity: int = 64
+    bits: int = 8
+    group: int = 32
+    mode: str = "sigmoid"
+    dtype: mx.Dtype = mx.bfloat16
+    splits: tuple[int | None, ...] = (1, 8)
+
+    @property
+    def dims(self) -> int:
+        return self.D // 2
+
+    @property
+    def shape(self) -> Shape:
+        heads = self.n_heads, self.n_kv_heads, self.D, self.dims
+        return Shape(self.dtype, len(self.positions), self.L, *heads, None, self.mode, self.bits, self.group)
+
+
+def quantise(x: mx.array, case: Case) -> Triple:
+    with mx.stream(mx.cpu):
+        packed = mx.quantize(x, group_size=case.group, bits=case.bits)
+        mx.eval(packed)
+    return packed[0], packed[1], packed[2]
+
+
+def decoded(rows: Triple, case: Case) -> np.ndarray:
+    """Element by element from the codes: scale * code + bias."""
+    codes, scales, biases = rows
+    shifts = np.arange(0, 32, case.bits, dtype=np.uint32)
+    numbers = (np.array(codes)[..., None] >> shifts) & np.uint32((1 << case.bits) - 1)
+    scale, bias = (np.repeat(to_float64(x), case.group, axis=-1) for x in (scales, biases))
+    return scale * numbers.reshape(scale.shape) + bias
+
+
+def make_rows(case: Case, seed: int, unseen: float) -> Triple:
+    """A random buffer, quantised; rows that no token may see have scales that are `unseen`."""
+    B = len(case.positions)
+    codes, scales, biases = quantise(
+        random((B, case.n_kv_heads, case.capacity, case.D), case.dtype, seed, 1.5), case
+    )
+    before = np.arange(case.capacity) < np.array(case.positions)[:, None]
+    seen = mx.array(before[:, None, :, None])
+    scales = mx.where(seen, scales, mx.array(unseen, case.dtype))
+    mx.eval(scales)
+    return codes, scales, biases
+
+
+def run(
+    backend: Backend,
+    case: Case,
+    qkv: mx.array,
+    scores: mx.array,
+    keys: Triple,
+    values: Triple,
+    splits: int | None,
+) -> tuple[mx.array, Any, Any]:
+    positions, turns = mx.array(case.positions, dtype=mx.int32), rope_turns(THETA, case.dims)
+    options: dict[str, Any] = {
+        "n_heads": case.n_heads,
+        "window": None,
+        "mode": case.mode,
+        "kv_format": (case.bits, case.group),
+    }
+    if backend.is_reference:
+        return decode_attention_reference(qkv, scores, keys, values, positions, turns, **options)
+    with backend.writing():
+        if splits is None:
+            out = decode_attention(
+                qkv, scores, keys, values, positions, turns, qkv, **options, most_keys=max(case.positions)
+            )
+        else:
+            table = rope_table(positions, case.L, turns)
+            out = bind_decode_attention(case.shape, splits)(qkv, scores, keys, values, *table, qkv)
+        mx.eval(out)
+    return out, keys, values
+
+
+def attention(case: Case, q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Head by head and token by token over the rows of a buffer: [B, n_heads, L, D]."""
+    out = np.empty((len(case.positions), case.n_heads, case.L, case.D))
+    for b, start in enumerate(case.positions):
+        for i in range(case.L):
+            rows = slice(0, start + i + 1)
+            for h in range(case.n_heads):
+                kv = h // (case.n_heads // case.n_kv_heads)
+                weights = keys[b, kv, rows] @ q[b, h, i] / math.sqrt(case.D)
+                weights = np.exp(weights - weights.max())
+                out[b, h, i] = weights / weights.sum() @ values[b, kv, rows]
+    return out
+
+
+def check(backend: Backend, case: Case) -> None:
+    for splits in (None,) if backend.is_reference else case.splits:
+        check_call(backend, case, splits)
+
+
+def check_call(backend: Backend, case: Case, splits: int | None) -> None:
+    """The rows written, those that must stay as they are, and attention over what is stored."""
+    B, heads = len(case.positions), case.n_heads + 2 * case.n_kv_heads
+    qkv = random((B, case.L, heads * case.D), case.dtype, 0, 1.5)
+    scores = random((B, case.L, case.n_heads), case.dtype, 1, 2.0)
+    # What a kernel reads in vain may be anything; the reference multiplies it by 0.
+    keys, values = (make_rows(case, seed, 1e3 if backend.is_reference else math.nan) for seed in (2, 3))
+    before = [[np.array(x.astype(mx.float32)) for x in rows] for rows in (keys, values)]
+    out, *after = run(backend, case, qkv, scores, keys, values, splits)
+
+    q, k, v = test_qkv_rope.oracle(
+        to_float64(qkv), case.positions, THETA, case.dims, case.n_heads, case.n_kv_heads
+    )
+    written = np.zeros((B, case.capacity), bool)
+    for b, start in enumerate(case.positions):
+        written[b, start : start + case.L] = True
+    for rows, old in zip(after, before, strict=True):
+        for new, was in zip(rows, old, strict=True):
+            same = np.array(new.astype(mx.float32)).transpose(0, 2, 1, 3)[~written]
+            np.testing.assert_array_equal(same, was.transpose(0, 2, 1, 3)[~written])
+
+    # Values are quantised bit for bit as MLX's CPU does it; keys are rotated and rounded before.
+    exact_values = quantise(mx.array(v.astype(np.float32)).astype(case.dtype), case)
+    key_rows, value_rows = (decoded(rows, case) for rows in after)
+    steps = np.repeat(np.abs(to_float64(after[0][1])), case.group, axis=-1)
+    for b, start in enumerate(case.positions):
+        where = slice(start, start + case.L)
+        for new, exact in zip(after[1], exact_values, strict=True):
+            np.testing.assert_array_equal(to_float64(new)[b, :, where], to_float64(exact)[b])
+        # Half a step, an edge that is not met, and 255 steps of a rounded scale.
+        assert np.all(
+            np.abs(key_rows[b, :, where] - k[b]) <= 1.6 * steps[b, :, where] + ulp(k[b], case.dtype)
+        )
+
+    exact = attention(case, rounded(q, case.dtype), key_rows, value_rows)
+    gates = test_head_gate.oracle(np.ones_like(exact), to_float64(scores), case.mode)
+    largest = max(
+        np.nanmax(np.abs(value_rows[b, :, : start + case.L])) for b, start in enumerate(case.positions)
+    )
+    # Decoding rounds the bias of a key or value of 8 bits by 2^-9 of a step.
+    step = 2.0**-9 * np.nanmax(steps[np.isfinite(steps) & (steps < 1e3)]) if case.bits == 8 else 0.0
+    error = (FP32_ERROR[case.dtype] * largest + step * (1 + 2 * largest)) * np.abs(gates)
+    exact = test_head_gate.oracle(exact, to_float64(scores), case.mode)
+    if backend.is_reference:
+        # Rounds before the gate, too.
+        error = error + ulp(exact, case.dtype)
+    assert_rounded_once(out, exact, case.dtype, error)
+
+
+FORMATS = [
+    (32, 8, 32),
+    (32, 4, 32),
+    (64, 8, 32),
+    (64, 8, 64),
+    (64, 4, 64),
+    (128, 8, 128),
+    (128, 4, 32),
+    (256, 8, 64),
+    (256, 4, 64),
+    (256, 4, 128),
+]
+
+
+@dtypes
+@pytest.mark.parametrize(("D", "bits", "group"), FORMATS)
+def test_formats(backend: Backend, dtype: mx.Dtype, D: int, bits: int, group: int) -> None:
+    check(backend, Case([9, 0, 40], L=2, n_heads=2, D=D, bits=bits, group=group, dtype=dtype))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("L", range(1, 9))
+def test_tokens_of_one_call(backend: Backend, L: int, bits: int) -> None:
+    """Ragged, up to the buffer's last row."""
+    check(backend, Case([0, 1, 30, 64 - L], L=L, n_heads=2, bits=bits))
+
+
+@pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(1, 1), (3, 1), (4, 2), (8, 1), (16, 4)])
+def test_groups(backend: Backend, n_heads: int, n_kv_heads: int) -> None:
+    check(backend, Case([0, 9, 40], n_heads=n_heads, n_kv_heads=n_kv_heads, mode="silu"))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8, 64])
+def test_splits(backend: Backend, splits: int) -> None:
+    check(backend, Case([0, 5, 31, 32, 33, 200], n_heads=2, capacity=202, L=2, splits=(splits,)))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_many_keys(backend: Backend, bits: int) -> None:
+    case = Case([2_000], n_heads=4, D=256, capacity=2_001, bits=bits, group=64, splits=(None,))
+    check(backend, case)
+
+
+def test_zero_and_constant_rows(backend: Backend) -> None:
+    """Groups without a range: scales have a least value, and nothing is divided by 0."""
+    if backend.is_reference:
+        pytest.skip("mx.quantize itself")
+    case = Case([3], n_heads=1)
+    keys, values = (make_rows(case, seed, 0.0) for seed in (2, 3))
+    for value in (0.0, 1.5, -2.0):
+        qkv = mx.full((1, 1, 3 * case.D), value, dtype=case.dtype)
+        _, _, after = run(backend, case, qkv, mx.zeros((1, 1, 1), case.dtype), keys, values, 8)
+        np.testing.assert_allclose(decoded(after, case)[0, 0, 3], value, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_as_accurate_as_mlx_lm(backend: Backend, bits: int) -> None:
+    """Distance to float64 over the same stored rows, beside mlx-lm's attention on quantised caches."""
+    if backend.name != SIMULATOR:
+        pytest.skip("compares the kernel with MLX's CPU")
+    case = Case([700], n_heads=4, D=128, capacity=701, bits=bits, group=64)
+    qkv = random((1, 1, 6 * case.D), case.dtype, 0, 1.5)
+    # An open gate: 1 to the last digit.
+    scores = mx.full((1, 1, 4), 40.0, dtype=case.dtype)
+    keys, values = (make_rows(case, seed, 0.0) for seed in (2, 3))
+    out, keys, values = run(backend, case, qkv, scores, keys, values, 8)
+    q = rounded(test_qkv_rope.oracle(to_float64(qkv), [700], THETA, case.dims, 4, 1)[0], case.dtype)
+    exact = attention(case, q, decoded(keys, case), decoded(values, case))
+    with mx.stream(mx.cpu):
+        theirs = quantized_scaled_dot_product_attention(
+            mx.array(q.astype(np.float32)).astype(case.dtype),
+            keys,
+            values,
+            scale=case.D**-0.5,
+            mask=None,
+            group_size=case.group,
+            bits=bits,
+        )
+        mx.eval(theirs)
+    ours = np.abs(to_float64(out).reshape(exact.shape) - exact)
+    assert ours.max() <= np.abs(to_float64(theirs) - exact).max()
+
+
+@pytest.mark.fallback
+@pytest.mark.parametrize(("D", "bits", "group"), [(96, 8, 32), (160, 4, 32), (64, 8, 128), (64, 4, 48)])
+def test_formats_that_do_not_fit_the_lanes(backend: Backend, D: int, bits: int, group: int) -> None:
+    """A lane's share would be no whole word, or of two groups."""
+    if backend.is_reference:
+        pytest.skip("about the kernel")
+    assert not can_decode(Case([0], D=D, bits=bits, group=group).shape)
