@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.generate import generate_step
 
 from spark25_mlx.cache import FullKVCache
 from spark25_mlx.custom_kernels import backend
@@ -115,6 +116,29 @@ def test_quantised_caches(name: str, bits: int) -> None:
     # A code may be another where phases in the table differ in the last digit.
     np.testing.assert_allclose(ours, reference, atol=(5e-3 if bits == 8 else 3e-2) * np.abs(reference).max())
     assert all(c.offset == tokens.shape[1] for c in cache)
+
+
+@pytest.mark.parametrize("name", ["cuda", "metal"])
+def test_generate_step(name: str) -> None:
+    """mlx-lm's loop, whose caches are quantised on the way, gives the same logits for the same tokens."""
+    model = models()
+    prompt = mx.array(random_tokens(CONFIG, PROMPT)[0])
+
+    def steps(tokens: list[int] | None) -> tuple[list[int], np.ndarray]:
+        """Greedy, or along given tokens; the loop's own log-probabilities."""
+        forced = iter(tokens or [])
+        sampler = (lambda x: mx.array([next(forced)])) if tokens else None
+        loop = generate_step(
+            prompt, model, max_tokens=12, sampler=sampler, kv_bits=8, kv_group_size=32, quantized_kv_start=27
+        )
+        out, logprobs = zip(*loop, strict=True)
+        return [int(token) for token in out], np.array(mx.stack(logprobs))
+
+    tokens, reference = steps(None)
+    with simulated(name) as launched:
+        _, ours = steps([*tokens, tokens[-1]])
+    assert {"decode_attention_final", "decode_attention_quantised"} <= launched
+    np.testing.assert_allclose(ours, reference, atol=5e-3 * np.abs(reference).max())
 
 
 @pytest.mark.parametrize("gate", ["sigmoid", "silu"])
