@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from hashlib import blake2s
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,11 @@ def backend_name() -> str:
     if mx.default_device().type != mx.DeviceType.gpu:
         return REFERENCE
     return "metal" if mx.metal.is_available() else "cuda"
+
+
+def fits_grid(groups: int) -> bool:
+    """Whether a launch may have so many threadgroups along y or z: CUDA has a limit."""
+    return groups < 1 << 16 or backend_name() == "metal"
 
 
 def backend_key() -> object:
@@ -264,8 +270,10 @@ class Kernel:
             header = self._header(source, dict(constants).get("T"), cuda=factory is mx.fast.cuda_kernel)
             if factory is mx.fast.cuda_kernel:
                 source = for_cuda(source)
+            # MLX 0.32.2 takes kernels of one name for the same.
+            digest = blake2s((header + source).encode(), digest_size=4).hexdigest()
             built = self._built[key] = factory(
-                name=f"spark25_{self.name}",
+                name=f"spark25_{self.name}_{digest}",
                 input_names=self.inputs,
                 output_names=self.outputs,
                 source=source,

@@ -364,7 +364,10 @@ def _comparable(out: mx.array, keys: Rows, values: Rows, kv_format: tuple[int, i
     """Quantised results in coarse terms: where a value lies between two codes, either may be taken."""
     if kv_format == PLAIN:
         return out, *_arrays(keys), *_arrays(values)
-    rows = [mx.mean(mx.abs(_decoded(_arrays(x), kv_format)), axis=-1) for x in (keys, values)]
+    decoded = [_decoded(_arrays(x), kv_format) for x in (keys, values)]
+    # Weighted, so that it matters where in a row a value is.
+    weights = mx.random.uniform(shape=decoded[0].shape[-1:], key=mx.random.key(0))
+    rows = [mx.mean(mx.abs(x) * weights, axis=-1) for x in decoded]
     return tuple(x.astype(mx.bfloat16) for x in (out, *rows))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .backend import Kernel, round_up
+from .backend import Kernel, fits_grid, round_up
 
 # erfc(a) = t exp(-a^2 + p(t)) with t = 1 / (1 + a / 2) for a >= 0, relative error below 1.2e-7; highest power
 # first (Press et al., Numerical Recipes, 6.2).
@@ -53,9 +53,9 @@ def geglu(gate: mx.array, up: mx.array | None = None) -> mx.array:
     """
     concatenated = up is None
     size = gate.shape[-1] // (2 if concatenated else 1)
-    if not _KERNEL.ready(gate.dtype, concatenated, size):
-        return geglu_reference(gate, up)
     rows = gate.size // gate.shape[-1]
+    if not fits_grid(rows) or not _KERNEL.ready(gate.dtype, concatenated, size):
+        return geglu_reference(gate, up)
     return _KERNEL.launch(
         [gate, gate if up is None else up],
         grid=(round_up(size, 256), rows, 1),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .backend import Constant, Kernel
+from .backend import Constant, Kernel, fits_grid
 
 
 def head_gate_reference(x: mx.array, scores: mx.array, *, mode: str) -> mx.array:
@@ -70,7 +70,7 @@ def project_gate(
 
 
 def _supported(x: mx.array) -> bool:
-    return x.shape[-1] % 32 == 0 and x.shape[-1] <= 256
+    return x.shape[-1] % 32 == 0 and x.shape[-1] <= 256 and fits_grid(x.shape[0] * x.shape[2])
 
 
 def _launch(

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .backend import Kernel
+from .backend import Kernel, fits_grid
 from .rope import rope_cos_sin, rope_turns
 
 
@@ -61,7 +61,8 @@ def qkv_rope(
         q [B, n_heads, L, D], k and v [B, n_kv_heads, L, D], in qkv's dtype.
     """
     D = qkv.shape[-1] // (n_heads + 2 * n_kv_heads)
-    if D % 32 != 0 or not _KERNEL.ready(qkv.dtype, D, 2 * turns.size, n_heads, n_kv_heads):
+    fits = D % 32 == 0 and fits_grid(qkv.shape[0] * qkv.shape[1])
+    if not fits or not _KERNEL.ready(qkv.dtype, D, 2 * turns.size, n_heads, n_kv_heads):
         return qkv_rope_reference(qkv, positions, turns, n_heads=n_heads, n_kv_heads=n_kv_heads)
     B, L, _ = qkv.shape
     q, k, v = _KERNEL.launch(

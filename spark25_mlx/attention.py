@@ -102,7 +102,7 @@ def plan(heads: Heads, cache: LayerCache | None, positions: mx.array, length: in
         cache: the cache of a layer of the class, before the pass.
         dtype: of the activations.
     """
-    shape = None if cache is None else fused_shape(heads, cache, length, dtype)
+    shape = None if cache is None else fused_shape(heads, cache, positions.size, length, dtype)
     if shape is not None and cache is not None:
         attend = bind_decode_attention(shape, split_count(max(cache.offsets), shape))
         table = rope_table(positions, length, heads.turns)
@@ -114,15 +114,19 @@ def plan(heads: Heads, cache: LayerCache | None, positions: mx.array, length: in
     return Step(route, positions, lengths, blocks=tuple(_blocks(heads, cache, length)))
 
 
-def fused_shape(heads: Heads, cache: LayerCache, length: int, dtype: mx.Dtype) -> Shape | None:
-    """What `decode_attention` is compiled for, if it can do the next `length` tokens of this cache."""
+def fused_shape(heads: Heads, cache: LayerCache, batch: int, length: int, dtype: mx.Dtype) -> Shape | None:
+    """What `decode_attention` is compiled for, if it can do the next `length` tokens of each sequence.
+
+    Args:
+        batch: sequences, which a fresh cache does not know yet.
+    """
     if not isinstance(cache, FullKVCache | SlidingKVCache | QuantizedFullKVCache) or length > MAX_TOKENS:
         return None
     if isinstance(cache, SlidingKVCache) and length > cache.slack + 1:
         return None
     if min(cache.valid(length)) < length:
         return None
-    shape = heads.shape(dtype, len(cache.offsets), length, cache.kv_format)
+    shape = heads.shape(dtype, batch, length, cache.kv_format)
     return shape if can_decode(shape) else None
 
 

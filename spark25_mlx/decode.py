@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import starmap
+from itertools import count, starmap
 from operator import getitem, is_
 from typing import Any
 
@@ -44,6 +44,13 @@ from .fusions import is_on
 StepFunction = Callable[[mx.array, mx.array, mx.array, list[KV]], mx.array]
 
 
+# Modules, beside this package's own, whose results depend on nothing but their arrays.
+_TRACEABLE = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding, nn.RMSNorm)
+# Kinds of steps, and functions of a kind, that are kept.
+_MOST_KEPT = 16
+_serials = count()
+
+
 @dataclass(frozen=True)
 class _Layer:
     """Prepared launches of one layer for one token."""
@@ -61,14 +68,16 @@ class _Kind:
     Attributes:
         shapes: of the attention, each once.
         shape_of: index of each layer's shape.
+        firsts: the first layer of each shape.
         turns: rotary frequencies for each shape.
-        functions: by the number of splits of each shape.
+        functions: by splits and capacities of each shape.
     """
 
     shapes: list[Shape]
     shape_of: list[int]
+    firsts: list[int]
     turns: list[mx.array]
-    functions: dict[tuple[int, ...], StepFunction] = field(default_factory=dict)
+    functions: dict[tuple[tuple[int, ...], tuple[int, ...]], StepFunction] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -97,32 +106,55 @@ def weight_of(layer: nn.Module) -> Weight | None:
 
 
 class Decoder:
-    """Steps of a `SparkModel` with weights of one dtype, prepared as long as nothing of it changes."""
+    """Steps of a `SparkModel`, prepared as long as nothing of it changes.
 
-    def __init__(self, model: nn.Module, dtype: mx.Dtype) -> None:
+    A module or array that is replaced is noticed; an array that is changed in place (`weight *= 2`) is not.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
         self._prepared_for = backend_key(), suspended()
-        self._watched: list[tuple[Any, Any]] = [(model.layers, i) for i in range(len(model.layers))]
+        self._parts = [module for _, module in model.named_modules()]
+        self._sizes = list(map(len, self._parts))
+        self._layers = model.layers
+        self._watched: list[tuple[Any, Any]] = [(model, "layers")]
+        self._watched += [(self._layers, i) for i in range(len(self._layers))]
         self._watched += [
             (module, name)
-            for _, module in model.named_modules()
+            for module in self._parts
             for name, value in module.items()
             if isinstance(value, mx.array | nn.Module)
         ]
         self._seen = list(starmap(getitem, self._watched))
-        self._dtype = dtype
         self._modules = list(model.layers)
         self._norm = model.norm
         self._kinds: dict[tuple[Any, ...], _Kind | None] = {}
+        dtypes = {layer.qkv_dtype() for layer in self._modules}
+        # One for all layers, or there are no steps.
+        self._dtype = dtypes.pop() if len(dtypes) == 1 else None
         # The launches of one token, if all layers have them.
         self._fused: list[_Layer] = []
-        if is_on("fused_linear", backend_name()):
-            prepared = [fused for layer in self._modules if (fused := _prepare(layer, dtype))]
+        if self._dtype is not None and is_on("fused_linear", backend_name()):
+            prepared = [fused for layer in self._modules if (fused := _prepare(layer, self._dtype))]
             self._fused = prepared if len(prepared) == len(self._modules) else []
+        # A trace keeps the numbers that it was made with, such as an adapter's scale.
+        self._compiles = is_on("compiled_step", backend_name()) and not is_forced()
+        self._compiles = self._compiles and all(
+            type(part) in _TRACEABLE or type(part).__module__.startswith(f"{__package__}.")
+            for part in self._parts
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the model prepares its own."""
+        return type(None), ()
 
     def is_current(self) -> bool:
         """Whether backend, modules and arrays are still those that were prepared for."""
-        now = backend_key(), suspended()
-        return self._prepared_for == now and all(map(is_, starmap(getitem, self._watched), self._seen))
+        return (
+            self._prepared_for == (backend_key(), suspended())
+            and list(map(len, self._parts)) == self._sizes
+            and len(self._layers) == len(self._modules)
+            and all(map(is_, starmap(getitem, self._watched), self._seen))
+        )
 
     def __call__(self, x: mx.array, caches: Sequence[LayerCache]) -> mx.array | None:
         """The layers' normed output, with the tokens in the caches; None if some layer goes another way.
@@ -137,16 +169,18 @@ class Decoder:
         kind = self._kind(x, caches)
         if kind is None:
             return None
-        length = x.shape[1]
-        offsets = caches[0].offsets
+        batch, length, _ = x.shape
+        # A fresh cache does not know the batch yet.
+        offsets = caches[0].offsets if len(caches[0].offsets) == batch else caches[0].offsets * batch
         longest = max(offsets)
-        function = self._function(kind, tuple(split_count(longest, shape) for shape in kind.shapes))
         after = _last_of(caches)
         buffers = []
         for cache, index in zip(caches, kind.shape_of, strict=True):
             shape = kind.shapes[index]
             rows = shape.batch, shape.n_kv_heads, shape.head_dim
-            buffers.append(cache.reserve(length, shape=rows, dtype=self._dtype))
+            buffers.append(cache.reserve(length, shape=rows, dtype=shape.dtype))
+        splits = tuple(split_count(longest, shape) for shape in kind.shapes)
+        function = self._function(kind, splits, tuple(caches[i].capacity for i in kind.firsts))
         out = function(x, mx.array(offsets, dtype=mx.int32), x if after is None else after, buffers)
         for cache in caches:
             # What waits for the last layer waits for all.
@@ -155,68 +189,106 @@ class Decoder:
 
     def _kind(self, x: mx.array, caches: Sequence[LayerCache]) -> _Kind | None:
         batch, length, _ = x.shape
-        # A fresh cache does not know the batch yet.
-        if length > MAX_TOKENS or len(caches[0].offsets) != batch:
+        if length > MAX_TOKENS or self._dtype is None:
             return None
         padded = min(caches[0].valid(length)) < length
         key = batch, length, padded, tuple((type(cache), cache.kv_format, cache.slack) for cache in caches)
         if key not in self._kinds:
             shapes = []
             for module, cache in zip(self._modules, caches, strict=True):
-                shape = fused_shape(module.self_attn.heads, cache, length, self._dtype)
+                shape = fused_shape(module.self_attn.heads, cache, batch, length, self._dtype)
                 if shape is None:
                     break
                 shapes.append(shape)
-            self._kinds[key] = self._new_kind(shapes) if len(shapes) == len(self._modules) else None
+            kind = self._new_kind(shapes) if len(shapes) == len(self._modules) else None
+            _put(self._kinds, key, kind)
         return self._kinds[key]
 
     def _new_kind(self, shapes: list[Shape]) -> _Kind:
         distinct = list(dict.fromkeys(shapes))
         shape_of = [distinct.index(shape) for shape in shapes]
-        turns = [self._modules[shape_of.index(i)].self_attn.heads.turns for i in range(len(distinct))]
-        return _Kind(distinct, shape_of, turns)
+        firsts = [shape_of.index(i) for i in range(len(distinct))]
+        return _Kind(distinct, shape_of, firsts, [self._modules[i].self_attn.heads.turns for i in firsts])
 
-    def _function(self, kind: _Kind, splits: tuple[int, ...]) -> StepFunction:
-        if splits in kind.functions:
-            return kind.functions[splits]
-        attends = [bind_decode_attention(*x) for x in zip(kind.shapes, splits, strict=True)]
-        one_token = kind.shapes[0].batch == kind.shapes[0].length == 1
-
-        def function(x: mx.array, positions: mx.array, after: mx.array, buffers: list[KV]) -> mx.array:
-            tables = [
-                rope_table(positions, shape.length, turns)
-                for shape, turns in zip(kind.shapes, kind.turns, strict=True)
-            ]
-            residual, delta = x.astype(mx.float32), None
-            if self._fused and one_token:
-                for layer, i, rows in zip(self._fused, kind.shape_of, buffers, strict=True):
-                    qkv, scores = layer.qkv(residual)
-                    out = attends[i](qkv, scores, *rows, *tables[i], after)
-                    (residual,) = layer.out(residual, out)
-                    (activations,) = layer.geglu(residual)
-                    (residual,) = layer.down(residual, activations)
-            else:
-                for module, i, rows in zip(self._modules, kind.shape_of, buffers, strict=True):
-                    step = Step(FUSED, positions, table=tables[i], attend=attends[i])
-                    residual, delta = module(residual, delta, step, _Rows(rows, after))
-            return add_rms_norm(residual, delta, self._norm.weight, eps=self._norm.eps)[1]
-
-        # The first call runs as it is: self-checks of kernels evaluate arrays, which cannot be traced.
-        kind.functions[splits] = _compiled_later(function)
-        return kind.functions[splits]
+    def _function(self, kind: _Kind, splits: tuple[int, ...], capacities: tuple[int, ...]) -> StepFunction:
+        """The step for so many splits of each shape and rows of its buffers, which make a trace their own."""
+        key = splits, capacities
+        if key not in kind.functions:
+            attends = [bind_decode_attention(*x) for x in zip(kind.shapes, splits, strict=True)]
+            one_token = kind.shapes[0].batch == kind.shapes[0].length == 1
+            layers = self._fused if one_token else []
+            function = _step_function(kind, attends, layers, self._modules, self._norm)
+            arrays: list[Any] = [x for x in self._seen if isinstance(x, mx.array)]
+            _put(kind.functions, key, _compiled_later(function, arrays) if self._compiles else function)
+        return kind.functions[key]
 
 
-def _compiled_later(function: StepFunction) -> StepFunction:
-    """The function, compiled from its second call on where that is possible and pays."""
-    if is_forced() or not is_on("compiled_step", backend_name()):
-        return function
-    compiled = mx.compile(function)
+def _put(recent: dict[Any, Any], key: Any, value: Any) -> None:
+    """Keep a value and not many others: traces are never freed by MLX itself."""
+    while len(recent) >= _MOST_KEPT:
+        del recent[next(iter(recent))]
+    recent[key] = value
+
+
+def _step_function(
+    kind: _Kind,
+    attends: Sequence[Callable[..., mx.array]],
+    fused: Sequence[_Layer],
+    modules: Sequence[nn.Module],
+    norm: nn.RMSNorm,
+) -> StepFunction:
+    """All layers and the final norm, by prepared launches where there are some, else by the modules."""
+    # No reference to the kind, which holds the function.
+    shapes, shape_of, turns = kind.shapes, kind.shape_of, kind.turns
+
+    def function(x: mx.array, positions: mx.array, after: mx.array, buffers: list[KV]) -> mx.array:
+        tables = [
+            rope_table(positions, shape.length, of_shape)
+            for shape, of_shape in zip(shapes, turns, strict=True)
+        ]
+        residual, delta = x.astype(mx.float32), None
+        if fused:
+            for layer, i, rows in zip(fused, shape_of, buffers, strict=True):
+                qkv, scores = layer.qkv(residual)
+                out = attends[i](qkv, scores, *rows, *tables[i], after)
+                (residual,) = layer.out(residual, out)
+                (activations,) = layer.geglu(residual)
+                (residual,) = layer.down(residual, activations)
+        else:
+            for module, i, rows in zip(modules, shape_of, buffers, strict=True):
+                step = Step(FUSED, positions, table=tables[i], attend=attends[i])
+                residual, delta = module(residual, delta, step, _Rows(rows, after))
+        return add_rms_norm(residual, delta, norm.weight, eps=norm.eps)[1]
+
+    return function
+
+
+def _compiled_later(function: StepFunction, arrays: Sequence[mx.array]) -> StepFunction:
+    """The function, compiled from its second call on.
+
+    The first runs as it is: self-checks of kernels evaluate arrays, which cannot be done in a trace.
+
+    Args:
+        arrays: of the model.
+    """
+    # MLX finds traces by the function's address, in each thread for itself: this tells those of others apart.
+    serial = next(_serials)
+
+    def traced(_: int, *arguments: Any) -> mx.array:
+        return function(*arguments)
+
+    compiled = mx.compile(traced)
     calls = 0
 
     def call(*arguments: Any) -> mx.array:
         nonlocal calls
         calls += 1
-        return function(*arguments) if calls == 1 else compiled(*arguments)
+        if calls == 1:
+            return function(*arguments)
+        if calls == 2:
+            # A trace would compute again and again what is lazy.
+            mx.eval(arrays)
+        return compiled(serial, *arguments)
 
     return call
 
@@ -239,6 +311,10 @@ def _prepare(layer: nn.Module, dtype: mx.Dtype) -> _Layer | None:
     if len(weights) < len(linears) or gate_weight is None or gate_weight.quantised:
         return None
     qkv, out, gate, up, down = weights
+    norms = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+    read = [*norms, gate_weight.weight, *(w.scales if w.quantised else w.weight for w in weights)]
+    if any(array.dtype != dtype for array in read):
+        return None
     if not (
         can_norm_qkv(dtype, qkv, gate_weight.weight)
         and can_norm_geglu(dtype, gate, up)

@@ -111,6 +111,11 @@ class DecoderLayer(nn.Module):
         residual, x = _add_norm(residual, self.self_attn(x, step, cache), self.post_attention_layernorm)
         return residual, self.mlp(x)
 
+    def qkv_dtype(self) -> mx.Dtype:
+        """Dtype of queries, keys and values."""
+        weight = self.input_layernorm.weight
+        return self.self_attn.q_k_v_proj(mx.zeros((1, 1, weight.size), weight.dtype)).dtype
+
 
 def _add_norm(residual: mx.array, delta: mx.array | None, norm: nn.RMSNorm) -> tuple[mx.array, mx.array]:
     return add_rms_norm(residual, delta, norm.weight, eps=norm.eps)
@@ -137,7 +142,7 @@ class SparkModel(nn.Module):
         x = self.embedding(inputs) if input_embeddings is None else input_embeddings
         B, L, _ = x.shape
         if cache is not None and L <= MAX_TOKENS and not self.training and backend_name() != REFERENCE:
-            out = self._current_decoder(x.dtype)(x, cache)
+            out = self._current_decoder()(x, cache)
             if out is not None:
                 return out
         caches: Sequence[LayerCache | None] = cache or [None] * len(self.layers)
@@ -145,7 +150,7 @@ class SparkModel(nn.Module):
         offsets = [0] if cache is None else cache[0].offsets
         positions = mx.array(offsets if len(offsets) == B else offsets * B, dtype=mx.int32)
         steps = {
-            kind: plan(self.layers[i].self_attn.heads, caches[i], positions, L, x.dtype)
+            kind: plan(self.layers[i].self_attn.heads, caches[i], positions, L, self.layers[i].qkv_dtype())
             for kind, i in self._representatives.items()
         }
         residual, delta = x.astype(mx.float32), None
@@ -153,9 +158,9 @@ class SparkModel(nn.Module):
             residual, delta = layer(residual, delta, steps[layer.layer_type], layer_cache)
         return _add_norm(residual, delta, self.norm)[1]
 
-    def _current_decoder(self, dtype: mx.Dtype) -> Decoder:
+    def _current_decoder(self) -> Decoder:
         if self._decoder is None or not self._decoder.is_current():
-            self._decoder = Decoder(self, dtype)
+            self._decoder = Decoder(self)
         return self._decoder
 
 

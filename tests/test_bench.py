@@ -302,11 +302,11 @@ def test_fusion_without() -> None:
 
 def test_prepared_step_is_prepared_again(subject: Subject) -> None:
     """Launches that were prepared with a kernel are not used without it."""
-    decoder = Decoder(subject.models[OURS].model, mx.bfloat16)
+    decoder = Decoder(subject.models[OURS].model)
     assert decoder.is_current()
     with without("norm_qkv"):
         assert not decoder.is_current()
-        assert Decoder(subject.models[OURS].model, mx.bfloat16).is_current()
+        assert Decoder(subject.models[OURS].model).is_current()
     assert decoder.is_current()
 
 

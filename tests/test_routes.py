@@ -16,7 +16,7 @@ from spark25_mlx.cache import FullKVCache
 from spark25_mlx.custom_kernels import backend
 from spark25_mlx.model import Model
 from tests import metal_sim
-from tests.kernels.backends import CACHE_BUFFERS
+from tests.kernels.backends import CACHE_BUFFERS, kernel_of
 from tests.metal_sim.requirements import require_toolchain
 from tests.tiny import build, random_tokens, random_weights, tiny_config
 
@@ -37,7 +37,7 @@ def simulated(name: str) -> Iterator[set[str]]:
         launch = metal_sim.metal_kernel(**kernel)
 
         def run(**arguments: Any) -> list[mx.array]:
-            launched.add(kernel["name"].removeprefix("spark25_"))
+            launched.add(kernel_of(kernel["name"]))
             return launch(**arguments)
 
         return run

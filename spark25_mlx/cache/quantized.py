@@ -28,6 +28,7 @@ class QuantizedFullKVCache(GrowingKVCache):
     """
 
     _KIND: ClassVar[tuple[str, ...]] = ("group_size", "bits")
+    _LEAST_ROWS = 8
 
     def __init__(self, group_size: int = 64, bits: int = 8) -> None:
         if bits not in _BITS:
@@ -53,6 +54,10 @@ class QuantizedFullKVCache(GrowingKVCache):
 
     def _decode(self, arrays: list[mx.array]) -> KV:
         return tuple(arrays[:3]), tuple(arrays[3:])
+
+    def _layout(self) -> tuple[int, int, mx.Dtype]:
+        scales = self._buffers[1]
+        return scales.shape[1], scales.shape[3] * self.group_size, scales.dtype
 
     def _more_state(self) -> tuple[Any, ...]:
         return self.group_size, self.bits

@@ -34,6 +34,8 @@ class LayerCache:
         offsets: tokens held by each sequence; the next token of sequence i is at position offsets[i].
     """
 
+    # Rows of buffers for kernels: MLX does not let Metal write into arrays of fewer than 8 elements.
+    _LEAST_ROWS: ClassVar[int] = 1
     # Lists with one entry a sequence.
     _PER_SEQUENCE: ClassVar[tuple[str, ...]] = ("offsets", "_budget")
     # (bits, group size) of the rows; 16 bits stand for plain values of any dtype.
@@ -66,6 +68,10 @@ class LayerCache:
     def _decode(self, arrays: list[mx.array]) -> KV:
         """The inverse of `_encode`, as attention takes it."""
         return arrays[0], arrays[1]
+
+    def _layout(self) -> tuple[int, int, mx.Dtype]:
+        """Heads, width and dtype of the keys that were stored."""
+        return _kind(self._buffers[0])
 
     def _store(self, rows: list[mx.array], valid: list[int]) -> list[mx.array]:
         """Write rows into the buffers, as new values, and return what the new queries may see."""
@@ -156,12 +162,19 @@ class LayerCache:
             dtype: dtype of keys and values; needed as long as the cache has no buffers.
 
         Raises:
-            ValueError: the cache has no buffers, and shape or dtype is missing.
+            ValueError: the cache has no buffers, and shape or dtype is missing; or the buffers are of others.
         """
+        needed = max(max(self.offsets) + length, self._LEAST_ROWS)
+        if self._buffers and shape is not None:
+            held = len(self.offsets), *self._layout()
+            if held != (*shape, dtype):
+                raise ValueError(
+                    f"the cache holds (sequences, heads, width, dtype) {held}, not {(*shape, dtype)}"
+                )
         if self._buffers and not self._shared:
             # The usual case, for each layer of each decode step.
             rows = self._buffers[0].shape[2]
-            if rows == self._limit or max(self.offsets) + length <= rows:
+            if rows == self._limit or needed <= rows:
                 return self._decode(self._buffers)
         if not self._buffers:
             if shape is None or dtype is None:
@@ -171,7 +184,7 @@ class LayerCache:
             self._admit(layout)
         else:
             layout = self._buffers
-        self._fit(max(self.offsets) + length, layout)
+        self._fit(needed, layout)
         if self._shared:
             # A sequence that gets a token has a row that is free for it.
             self._unshare(next(i for i, n in enumerate(self.valid(length)) if n))

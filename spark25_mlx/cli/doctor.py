@@ -398,7 +398,8 @@ def cases(args: ModelArgs, formats: Sequence[Format]) -> Iterator[Case]:
             kernels = ("decode_attention_final",) if final else ("decode_attention", "merge_gate")
             yield Case(kernels, size, partial(_decode_attention, args, kind, offset))
     for kv_format in _KV_FORMATS:
-        if FULL in args.rope and _shape(args, FULL, kv_format).rows_fit:
+        if FULL in args.rope and _fits(D) and _shape(args, FULL, kv_format).rows_fit:
+            offset = _OFFSETS[0]
             kernels, size = (
                 ("decode_attention_quantised", "merge_gate"),
                 f"{offset} keys, {kv_format[0]} bits",

@@ -130,6 +130,38 @@ def test_reserve_of_an_empty_cache_needs_shape_and_dtype() -> None:
     assert keys.dtype == mx.bfloat16
 
 
+@pytest.mark.parametrize("cache", [FullKVCache(), QuantizedFullKVCache(32)], ids=["full", "quantised"])
+def test_reserve_refuses_what_the_buffers_do_not_hold(cache: LayerCache) -> None:
+    """A kernel would write its own rows into them."""
+    rows = mx.ones((2, 3, 5, 64))
+    cache.append(rows, rows)
+    cache.reserve(1, shape=(2, 3, 64), dtype=mx.float32)
+    for shape, dtype in (
+        ((2, 3, 64), mx.bfloat16),
+        ((1, 3, 64), mx.float32),
+        ((2, 1, 64), mx.float32),
+        ((2, 3, 32), mx.float32),
+    ):
+        with pytest.raises(
+            ValueError, match=r"the cache holds \(sequences, heads, width, dtype\) \(2, 3, 64, "
+        ):
+            cache.reserve(1, shape=shape, dtype=dtype)
+    assert cache.offsets == [5, 5]
+
+
+def test_buffers_for_kernels_have_eight_elements() -> None:
+    """MLX passes smaller inputs in a way that Metal cannot write to."""
+    full = FullKVCache()
+    full.append(*[mx.random.normal((1, 1, 5, 64))] * 2)
+    cache = full.to_quantized(64, 8)
+    cache.trim(2)
+    before = [np.array(x) for x in cache.state[0]]
+    for part in (part for rows in cache.reserve(1) for part in rows):
+        assert part.size >= 8
+    for x, y in zip(cache.state[0], before, strict=True):
+        np.testing.assert_array_equal(np.array(x), y)
+
+
 def test_bytes_are_those_of_the_buffers() -> None:
     assert FullKVCache().nbytes == 0
     assert filled(FullKVCache(), 20).nbytes == 2 * 4 * KV * D * 256

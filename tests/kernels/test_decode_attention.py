@@ -188,6 +188,17 @@ def test_shapes(backend: Backend, dtype: mx.Dtype, mode: str, case: Case) -> Non
 
 
 @dtypes
+@pytest.mark.parametrize("case", SHAPES, ids=lambda case: f"at {case.positions}")
+def test_with_metals_registers(
+    backend: Backend, dtype: mx.Dtype, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer simdgroups and keys at once than elsewhere."""
+    monkeypatch.setattr("spark25_mlx.custom_kernels.decode_attention.backend_name", lambda: "metal")
+    check(backend, replace(case, dtype=dtype))
+    check(backend, replace(case, dtype=dtype, D=256, splits=(8,)))
+
+
+@dtypes
 @pytest.mark.parametrize("D", [32, 64, 96, 128, 160, 256])
 def test_head_dims(backend: Backend, dtype: mx.Dtype, D: int) -> None:
     check(backend, Case([9, 40], L=2, n_heads=2, D=D, dims=D // 4 * 2, dtype=dtype))

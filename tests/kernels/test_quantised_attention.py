@@ -233,8 +233,13 @@ def test_zero_and_constant_rows(backend: Backend) -> None:
     keys, values = (make_rows(case, seed, 0.0) for seed in (2, 3))
     for value in (0.0, 1.5, -2.0):
         qkv = mx.full((1, 1, 3 * case.D), value, dtype=case.dtype)
-        _, _, after = run(backend, case, qkv, mx.zeros((1, 1, 1), case.dtype), keys, values, 8)
+        # The other rows are zeros, and the gate is half open.
+        values = quantise(mx.full((*values[0].shape[:3], case.D), value, dtype=case.dtype), case)
+        out, after_keys, after = run(backend, case, qkv, mx.zeros((1, 1, 1), case.dtype), keys, values, 8)
         np.testing.assert_allclose(decoded(after, case)[0, 0, 3], value, atol=1e-6)
+        np.testing.assert_allclose(to_float64(out), value / 2, atol=1e-6)
+        unrotated = decoded(after_keys, case)[0, 0, 3, case.dims :]
+        np.testing.assert_allclose(unrotated, value, rtol=2.0**-7)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -263,6 +268,19 @@ def test_as_accurate_as_mlx_lm(backend: Backend, bits: int) -> None:
         mx.eval(theirs)
     ours = np.abs(to_float64(out).reshape(exact.shape) - exact)
     assert ours.max() <= np.abs(to_float64(theirs) - exact).max()
+
+
+@dtypes
+@pytest.mark.parametrize(("D", "bits", "group"), [(64, 8, 32), (256, 8, 64), (256, 4, 64)])
+def test_with_metals_registers(
+    backend: Backend, dtype: mx.Dtype, D: int, bits: int, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer simdgroups and keys at once than elsewhere."""
+    monkeypatch.setattr("spark25_mlx.custom_kernels.decode_attention.backend_name", lambda: "metal")
+    check(backend, Case([9, 40], L=2, n_heads=4, D=D, bits=bits, group=group, dtype=dtype))
+    check(
+        backend, Case([200], n_heads=8, n_kv_heads=4, D=D, capacity=201, bits=bits, group=group, dtype=dtype)
+    )
 
 
 @pytest.mark.fallback

@@ -10,7 +10,7 @@ import pytest
 from spark25_mlx.custom_kernels.add_rms_norm import add_rms_norm
 from spark25_mlx.custom_kernels.backend import forced, registered
 from tests import metal_sim
-from tests.kernels.backends import Backend
+from tests.kernels.backends import CACHE_BUFFERS, Backend
 from tests.kernels.rounding import DTYPES, to_float64
 from tests.metal_sim.planted import Planting
 
@@ -57,6 +57,19 @@ def test_right_kernels_pass(backend: Backend, name: str, key: tuple[Any, ...]) -
         pytest.skip("a check of kernels")
     with backend.writing():
         assert registered()[name].error(*key) <= 1
+
+
+def test_order_of_stored_codes_is_checked() -> None:
+    """The kernel sees its new rows in registers: only the check looks at what it has stored."""
+    metal_sim.require_toolchain()
+    planting = Planting(
+        "/ 32 + w] = share.words[w]", "/ 32 + w] = share.words[w] << 16 | share.words[w] >> 16"
+    )
+    with forced("simulator with a bug", planting), metal_sim.options(writable=CACHE_BUFFERS):
+        for bits in (8, 4):
+            key = mx.bfloat16, 256, 64, 4, None, "sigmoid", 1, bits, 64
+            assert registered()["decode_attention_quantised"].error(*key) > 1
+    assert planting.planted
 
 
 def test_wrong_kernel_gives_way() -> None:
