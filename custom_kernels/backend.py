@@ -222,12 +222,7 @@ class Kernel:
             self._in_check = False
         worst = 0.0
         for ours, reference in zip(*outputs, strict=True):
-            a, b = ours.astype(mx.float32), reference.astype(mx.float32)
-            scale = mx.maximum(mx.max(mx.abs(b)), 1e-30)
-            relative = float(np.array(mx.max(mx.abs(a - b)) / scale))
-            # NaN compares false with everything: count it as the largest error there is.
-            relative = relative if relative == relative else float("inf")
-            worst = max(worst, relative / _TOLERANCE.get(ours.dtype, 0.5 / 2**31))
+            worst = max(worst, relative_difference(ours, reference) / _TOLERANCE.get(ours.dtype, 0.5 / 2**31))
         return worst
 
     def trial(self, *key: Any) -> tuple[float, str]:
@@ -241,8 +236,7 @@ class Kernel:
             error = self.error(*key)
             why = "" if error <= 1 else f"differs from its reference by {error:.3g} times the tolerance"
         except Exception as failure:
-            # A compiler's message follows the line that says it did not build.
-            why = f"does not run: {' '.join(str(failure).split())[:_LONGEST] or repr(failure)}"
+            why = f"does not run: {one_line(failure)}"
         self._verdicts[backend_name(), *key] = why
         return error, why
 
@@ -299,6 +293,20 @@ class Kernel:
             if wanted == needed:
                 return "".join(needed)
             needed = wanted
+
+
+def relative_difference(ours: mx.array, reference: mx.array) -> float:
+    """Largest difference of two arrays, relative to the reference's largest magnitude."""
+    a, b = ours.astype(mx.float32), reference.astype(mx.float32)
+    scale = mx.maximum(mx.max(mx.abs(b)), 1e-30)
+    relative = float(np.array(mx.max(mx.abs(a - b)) / scale))
+    # NaN compares false with everything: count it as the largest difference there is.
+    return relative if relative == relative else float("inf")
+
+
+def one_line(failure: Exception) -> str:
+    """The beginning of a failure's message: a compiler's says first what did not build."""
+    return " ".join(str(failure).split())[:_LONGEST] or repr(failure)
 
 
 # Metal's names of the types; the prelude gives CUDA the same.

@@ -253,7 +253,8 @@ def _geometry(weight: Weight, more_rows: int, kernel: str, constants: dict[str, 
     }
 
 
-def _example(dtype: mx.Dtype, bits: int, group_size: int, shape: tuple[int, int], seed: int) -> Weight:
+def example_weight(dtype: mx.Dtype, bits: int, group_size: int, shape: tuple[int, int], seed: int) -> Weight:
+    """A random matrix [N, K] of shape (N, K), for checks."""
     plain = (mx.random.normal(shape, key=mx.random.key(seed)) * shape[1] ** -0.5).astype(dtype)
     if bits == 16:
         return Weight(plain)
@@ -271,8 +272,8 @@ Outputs = tuple[tuple[mx.array, ...], tuple[mx.array, ...]]
 def _check_norm_qkv(
     dtype: mx.Dtype, bits: int, group_size: int, rows: int = 70, columns: int = 640, heads: int = 5
 ) -> Outputs:
-    weight = _example(dtype, bits, group_size, (rows, columns), 1)
-    gate_weight = _example(dtype, 16, 0, (heads, columns), 2).weight
+    weight = example_weight(dtype, bits, group_size, (rows, columns), 1)
+    gate_weight = example_weight(dtype, 16, 0, (heads, columns), 2).weight
     arguments = (*_norm_inputs(dtype, columns), weight, gate_weight)
     return norm_qkv(*arguments, eps=1e-6), norm_qkv_reference(*arguments, eps=1e-6)
 
@@ -280,7 +281,7 @@ def _check_norm_qkv(
 def _check_norm_geglu(
     dtype: mx.Dtype, bits: int, group_size: int, rows: int = 70, columns: int = 640
 ) -> Outputs:
-    gate, up = (_example(dtype, bits, group_size, (rows, columns), seed) for seed in (1, 2))
+    gate, up = (example_weight(dtype, bits, group_size, (rows, columns), seed) for seed in (1, 2))
     arguments = (*_norm_inputs(dtype, columns), gate, up)
     return (norm_geglu(*arguments, eps=1e-6),), (norm_geglu_reference(*arguments, eps=1e-6),)
 
@@ -290,7 +291,7 @@ def _check_linear_add(
 ) -> Outputs:
     residual = mx.random.normal((1, 1, rows), key=mx.random.key(3))
     x = _norm_inputs(dtype, columns)[0].astype(dtype)
-    arguments = (residual, x, _example(dtype, bits, group_size, (rows, columns), 1))
+    arguments = (residual, x, example_weight(dtype, bits, group_size, (rows, columns), 1))
     return (linear_add(*arguments),), (linear_add_reference(*arguments),)
 
 

@@ -9,8 +9,15 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from .cache import FullKVCache, LayerCache, QuantizedFullKVCache, SlidingKVCache
-from .custom_kernels.decode_attention import MAX_TOKENS, Shape, bind_decode_attention, can_decode, split_count
+from .cache import LayerCache, SlidingKVCache, for_batch
+from .custom_kernels.decode_attention import (
+    MAX_TOKENS,
+    PLAIN,
+    Shape,
+    bind_decode_attention,
+    can_decode,
+    split_count,
+)
 from .custom_kernels.head_gate import head_gate
 from .custom_kernels.qkv_rope import can_append, qkv_rope, qkv_rope_append
 from .custom_kernels.rope import Table, rope_table
@@ -102,15 +109,14 @@ def plan(heads: Heads, cache: LayerCache | None, positions: mx.array, length: in
         cache: the cache of a layer of the class, before the pass.
         dtype: of the activations.
     """
-    shape = None if cache is None else fused_shape(heads, cache, positions.size, length, dtype)
-    if shape is not None and cache is not None:
+    batch = positions.size
+    if cache is not None and (shape := fused_shape(heads, cache, batch, length, dtype)) is not None:
         attend = bind_decode_attention(shape, split_count(max(cache.offsets), shape))
         table = rope_table(positions, length, heads.turns)
         return Step(FUSED, positions, table=table, attend=attend)
     route = _route(heads, cache, length, dtype)
-    valid = [length] if cache is None else cache.valid(length)
-    # A fresh cache does not know the batch yet.
-    lengths = mx.array(valid if len(valid) == positions.size else valid * positions.size, dtype=mx.int32)
+    valid = for_batch([length] if cache is None else cache.valid(length), batch)
+    lengths = mx.array(valid, dtype=mx.int32)
     return Step(route, positions, lengths, blocks=tuple(_blocks(heads, cache, length)))
 
 
@@ -120,20 +126,19 @@ def fused_shape(heads: Heads, cache: LayerCache, batch: int, length: int, dtype:
     Args:
         batch: sequences, which a fresh cache does not know yet.
     """
-    if not isinstance(cache, FullKVCache | SlidingKVCache | QuantizedFullKVCache) or length > MAX_TOKENS:
-        return None
-    if isinstance(cache, SlidingKVCache) and length > cache.slack + 1:
-        return None
-    if min(cache.valid(length)) < length:
+    if not _writable(cache, length) or min(cache.valid(length)) < length:
         return None
     shape = heads.shape(dtype, batch, length, cache.kv_format)
     return shape if can_decode(shape) else None
 
 
+def _writable(cache: LayerCache, length: int) -> bool:
+    """Whether kernels write so many tokens in place: few, and none over keys that the first of them sees."""
+    return length <= min(MAX_TOKENS, cache.slack + 1)
+
+
 def _route(heads: Heads, cache: LayerCache | None, length: int, dtype: mx.Dtype) -> str:
-    if not isinstance(cache, FullKVCache | SlidingKVCache) or length > MAX_TOKENS:
-        return VALUES
-    if isinstance(cache, SlidingKVCache) and length > cache.slack + 1:
+    if cache is None or cache.kv_format != PLAIN or not _writable(cache, length):
         return VALUES
     # MLX reads a ring in one piece: with several queries, some would see keys of others' future.
     if (heads.window is None or length == 1) and can_append(

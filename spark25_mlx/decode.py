@@ -22,7 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .attention import FUSED, Step, fused_shape
-from .cache import LayerCache
+from .cache import LayerCache, for_batch
 from .cache.storage import KV
 from .custom_kernels.add_rms_norm import add_rms_norm
 from .custom_kernels.backend import backend_key, backend_name, is_forced, suspended
@@ -170,8 +170,7 @@ class Decoder:
         if kind is None:
             return None
         batch, length, _ = x.shape
-        # A fresh cache does not know the batch yet.
-        offsets = caches[0].offsets if len(caches[0].offsets) == batch else caches[0].offsets * batch
+        offsets = for_batch(caches[0].offsets, batch)
         longest = max(offsets)
         after = _last_of(caches)
         buffers = []

@@ -29,7 +29,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from .attention import Heads, Step, gated_attention, plan
-from .cache import FullKVCache, LayerCache, SlidingKVCache, SnapshotPolicy, adopt
+from .cache import FullKVCache, LayerCache, SlidingKVCache, SnapshotPolicy, adopt, for_batch
 from .config import SLIDING, ModelArgs
 from .custom_kernels.add_rms_norm import add_rms_norm
 from .custom_kernels.backend import REFERENCE, backend_name, differentiable
@@ -146,9 +146,7 @@ class SparkModel(nn.Module):
             if out is not None:
                 return out
         caches: Sequence[LayerCache | None] = cache or [None] * len(self.layers)
-        # Rows of a fresh cache, and of none, all begin at 0.
-        offsets = [0] if cache is None else cache[0].offsets
-        positions = mx.array(offsets if len(offsets) == B else offsets * B, dtype=mx.int32)
+        positions = mx.array(for_batch([0] if cache is None else cache[0].offsets, B), dtype=mx.int32)
         steps = {
             kind: plan(self.layers[i].self_attn.heads, caches[i], positions, L, self.layers[i].qkv_dtype())
             for kind, i in self._representatives.items()
@@ -268,7 +266,7 @@ class Model(nn.Module):
         if self.snapshots is None or not sliding:
             return
         B, L = inputs.shape
-        starts, valid = (x if len(x) == B else x * B for x in (sliding[0].offsets, sliding[0].valid(L)))
+        starts, valid = (for_batch(x, B) for x in (sliding[0].offsets, sliding[0].valid(L)))
         rows = zip(np.array(inputs), starts, valid, strict=True)
         marks = [self.snapshots.positions(ids[:n], start) for ids, start, n in rows]
         for c in sliding:

@@ -101,7 +101,7 @@ def test_variants_are_those_of_the_published_models(config: dict[str, Any]) -> N
 
 
 def test_default_shapes_are_the_4bs() -> None:
-    args = ModelArgs.from_dict(doctor._SPARK_4B)
+    args = ModelArgs.from_dict(doctor.SHAPES["4b"])
     assert replace(args, tie_word_embeddings=True) == ModelArgs.from_dict(PUBLISHED["4B"][0])
 
 

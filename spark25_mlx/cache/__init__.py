@@ -5,7 +5,7 @@ from .model_cache import adopt, can_trim, rewind_to, trim
 from .quantized import QuantizedFullKVCache
 from .sliding import SlidingKVCache
 from .snapshot import Snapshot, SnapshotPolicy
-from .storage import LayerCache
+from .storage import LayerCache, for_batch
 
 __all__ = [
     "CACHE_CLASSES",
@@ -17,6 +17,7 @@ __all__ = [
     "SnapshotPolicy",
     "adopt",
     "can_trim",
+    "for_batch",
     "rewind_to",
     "trim",
 ]

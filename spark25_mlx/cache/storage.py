@@ -164,27 +164,20 @@ class LayerCache:
         Raises:
             ValueError: the cache has no buffers, and shape or dtype is missing; or the buffers are of others.
         """
-        needed = max(max(self.offsets) + length, self._LEAST_ROWS)
-        if self._buffers and shape is not None:
-            held = len(self.offsets), *self._layout()
-            if held != (*shape, dtype):
-                raise ValueError(
-                    f"the cache holds (sequences, heads, width, dtype) {held}, not {(*shape, dtype)}"
-                )
-        if self._buffers and not self._shared:
-            # The usual case, for each layer of each decode step.
-            rows = self._buffers[0].shape[2]
-            if rows == self._limit or needed <= rows:
-                return self._decode(self._buffers)
-        if not self._buffers:
+        layout = self._buffers
+        if not layout:
             if shape is None or dtype is None:
                 raise ValueError("the cache has no buffers yet: reserve needs shape=(B, KV, D) and dtype")
             token = mx.zeros((*shape[:2], 1, shape[2]), dtype)
             layout = self._encode(token, token)
             self._admit(layout)
-        else:
-            layout = self._buffers
-        self._fit(needed, layout)
+        elif shape is not None:
+            held = len(self.offsets), *self._layout()
+            if held != (*shape, dtype):
+                raise ValueError(
+                    f"the cache holds (sequences, heads, width, dtype) {held}, not {(*shape, dtype)}"
+                )
+        self._fit(max(max(self.offsets) + length, self._LEAST_ROWS), layout)
         if self._shared:
             # A sequence that gets a token has a row that is free for it.
             self._unshare(next(i for i, n in enumerate(self.valid(length)) if n))
@@ -454,6 +447,11 @@ class LayerCache:
 
     def _become(self, other: Self) -> None:
         vars(self).update(vars(other))
+
+
+def for_batch(entries: list[int], batch: int) -> list[int]:
+    """One entry a sequence, of a list that a cache has: a fresh one does not know the batch yet."""
+    return entries if len(entries) == batch else entries * batch
 
 
 def _kind(x: mx.array) -> tuple[int, int, mx.Dtype]:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import mlx.core as mx
 
 from .. import __version__
-from ..custom_kernels.backend import REFERENCE, backend_name, kernel_routes, without
+from ..custom_kernels.backend import REFERENCE, backend_name, kernel_routes, one_line, without
 from ..fusions import FUSIONS, is_on
 from .bench_models import (
     NATIVE,
@@ -308,7 +308,7 @@ class _Run:
             except RuntimeError as error:
                 # What is measured already must not be lost when the device gives up.
                 self.failed = True
-                self.notes.append(f"{kind} {length} FAILED: {' '.join(str(error).split())[:300]}")
+                self.notes.append(f"{kind} {length} FAILED: {one_line(error)}")
             mx.clear_cache()
         return results
 

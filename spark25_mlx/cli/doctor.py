@@ -20,15 +20,29 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from .. import __version__, _hook, plugin
 from ..checkpoint import read_config
 from ..config import FULL, SLIDING, ModelArgs, RopeArgs
 from ..custom_kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
-from ..custom_kernels.backend import REFERENCE, SWITCH, Kernel, backend_name, registered, switched_off
+from ..custom_kernels.backend import (
+    REFERENCE,
+    SWITCH,
+    Kernel,
+    backend_name,
+    one_line,
+    registered,
+    relative_difference,
+    switched_off,
+)
 from ..custom_kernels.decode_attention import PLAIN, Shape, bind_decode_attention, split_count
-from ..custom_kernels.decode_linear import Weight, bind_linear_add, bind_norm_geglu, bind_norm_qkv
+from ..custom_kernels.decode_linear import (
+    Weight,
+    bind_linear_add,
+    bind_norm_geglu,
+    bind_norm_qkv,
+    example_weight,
+)
 from ..custom_kernels.geglu import geglu, geglu_reference
 from ..custom_kernels.head_gate import (
     head_gate,
@@ -39,28 +53,13 @@ from ..custom_kernels.head_gate import (
 from ..custom_kernels.qkv_rope import qkv_rope, qkv_rope_append, qkv_rope_reference
 from ..custom_kernels.rope import rope_cos_sin, rope_table, rope_turns
 from ..fusions import is_on
+from .bench_models import SHAPES
 
 _WIDTH = 100
 _GPUS = ("metal", "cuda")
 _DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 # (bits, group size) of the linear layers: plain, and mlx-lm's default quantisations.
 _FORMATS = ((16, 0), (8, 64), (4, 64))
-# The 4B's shapes; the 1.7B's heads are the same, so its variants are too.
-_SPARK_4B = {
-    "model_type": "spark2_5",
-    "hidden_size": 2560,
-    "intermediate_size": 10240,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "vocab_size": 131072,
-    "sliding_window": 512,
-    "rope_parameters": {
-        FULL: {"rope_theta": 5_000_000.0, "partial_rotary_factor": 0.25},
-        SLIDING: {"rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
-    },
-}
 # Kernels whose check reads through MLX what the kernel has written into an input.
 _ATTENDING = ("decode_attention", "decode_attention_final", "decode_attention_quantised")
 IN_PLACE = ("qkv_rope_append", *_ATTENDING)
@@ -72,8 +71,6 @@ _KV_FORMATS = ((8, 64), (4, 64))
 _OFFSETS = (4096, 512)
 # The mx ops round between their steps, where the kernels do not: relative to the largest magnitude.
 _MOST_APART = 0.1
-# Characters of an error message.
-_LONGEST = 300
 _WARM_UPS, _REPEATS, _CALLS = 2, 11, 32
 
 Key = tuple[Any, ...]
@@ -115,7 +112,8 @@ def examine(model: Path | None, *, quick: bool, progress: Callable[[str], None])
         quick: check bf16 alone and take no times.
         progress: told what comes next, before it is run.
     """
-    config = dict(_SPARK_4B) if model is None else read_config(model)
+    # The 1.7B's heads are the 4B's, so its variants are too.
+    config = SHAPES["4b"] if model is None else read_config(model)
     args, formats = ModelArgs.from_dict(config), formats_of(config)
     backend = backend_name()
     report = describe()
@@ -344,7 +342,7 @@ def measure(
             else:
                 row |= {"kernel_us": _microseconds(call), "mx_us": _microseconds(in_mx)}
         except RuntimeError as error:
-            row["problem"] = f"does not run: {' '.join(str(error).split())[:_LONGEST]}"
+            row["problem"] = f"does not run: {one_line(error)}"
         yield row
 
 
@@ -353,12 +351,7 @@ def difference(call: Call, in_mx: Call) -> float:
     ours, theirs = call(), in_mx()
     # Arrays that a kernel writes in place are read once it has run.
     mx.eval(ours, theirs)
-    worst = 0.0
-    for one, other in zip(ours, theirs, strict=True):
-        a, b = one.astype(mx.float32), other.astype(mx.float32)
-        relative = float(np.array(mx.max(mx.abs(a - b)) / mx.maximum(mx.max(mx.abs(b)), 1e-30)))
-        worst = max(worst, relative if relative == relative else math.inf)
-    return worst
+    return max(relative_difference(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
 def _microseconds(call: Call) -> float:
@@ -594,12 +587,9 @@ def _random(*shape: int, seed: int = 0, scale: float = 1.0, dtype: mx.Dtype = mx
 
 
 def _weight(rows: int, columns: int, bits: int, group_size: int, seed: int) -> Weight:
-    plain = _random(rows, columns, seed=seed, scale=columns**-0.5)
-    if bits == 16:
-        return Weight(plain)
-    quantised = mx.quantize(plain, group_size=group_size, bits=bits)
-    mx.eval(quantised)
-    return Weight(*quantised, bits=bits, group_size=group_size)
+    weight = example_weight(mx.bfloat16, bits, group_size, (rows, columns), seed)
+    mx.eval(weight.arrays)
+    return weight
 
 
 def _product(x: mx.array, weight: Weight) -> mx.array:
