@@ -37,6 +37,7 @@ class Case:
         positions: of the first new token of each sequence.
         dims: rotated dimensions.
         splits: threadgroups that share the keys, each tried in turn; None for what the positions ask for.
+        bits, group: format of the cache; 16 and 0 for a plain one.
     """
 
     positions: list[int]
@@ -50,6 +51,14 @@ class Case:
     mode: str = "sigmoid"
     dtype: mx.Dtype = mx.float32
     splits: tuple[int | None, ...] = (1, 8)
+    bits: int = 16
+    group: int = 0
+
+    @property
+    def shape(self) -> Shape:
+        heads = self.n_heads, self.n_kv_heads, self.D, self.dims
+        kv_format = self.bits, self.group
+        return Shape(self.dtype, len(self.positions), self.L, *heads, self.window, self.mode, *kv_format)
 
     def sees(self, position: int) -> range:
         """Positions of the keys that the token at `position` sees."""
@@ -58,10 +67,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
+    """Keys and values are one buffer each, or the three of a quantised cache."""
+
     qkv: mx.array
     scores: mx.array
-    keys: mx.array
-    values: mx.array
+    keys: Any
+    values: Any
 
 
 def make_inputs(case: Case, unseen: float, seed: int = 0) -> Inputs:
@@ -85,23 +96,24 @@ def make_inputs(case: Case, unseen: float, seed: int = 0) -> Inputs:
     )
 
 
-def run(
-    backend: Backend, case: Case, inputs: Inputs, splits: int | None = None
-) -> tuple[mx.array, mx.array, mx.array]:
-    """(out, keys buffer, values buffer) after the call."""
+def run(backend: Backend, case: Case, inputs: Inputs, splits: int | None = None) -> tuple[mx.array, Any, Any]:
+    """(out, keys buffers, values buffers) after the call."""
     arguments = (inputs.qkv, inputs.scores, inputs.keys, inputs.values)
     rest = mx.array(case.positions, dtype=mx.int32), rope_turns(THETA, case.dims)
-    options: dict[str, Any] = {"n_heads": case.n_heads, "window": case.window, "mode": case.mode}
+    options: dict[str, Any] = {
+        "n_heads": case.n_heads,
+        "window": case.window,
+        "mode": case.mode,
+        "kv_format": (case.bits, case.group),
+    }
     if backend.is_reference:
         return decode_attention_reference(*arguments, *rest, **options)
     with backend.writing():
         if splits is None:
             out = decode_attention(*arguments, *rest, inputs.qkv, **options, most_keys=max(case.positions))
         else:
-            B, H, KV = len(case.positions), case.n_heads, case.n_kv_heads
-            shape = Shape(case.dtype, B, case.L, H, KV, case.D, case.dims, case.window, case.mode)
             table = rope_table(rest[0], case.L, rest[1])
-            out = bind_decode_attention(shape, splits)(*arguments, *table, inputs.qkv)
+            out = bind_decode_attention(case.shape, splits)(*arguments, *table, inputs.qkv)
         mx.eval(out)
     return out, inputs.keys, inputs.values
 
@@ -114,24 +126,28 @@ def oracle(
     Returns:
         (attention before the gate [B, n_heads, L, D], new keys buffer, unrounded, new values buffer).
     """
-    B, L, n_heads, capacity = len(case.positions), case.L, case.n_heads, case.capacity
-    q, k, v = test_qkv_rope.oracle(qkv, case.positions, THETA, case.dims, n_heads, case.n_kv_heads)
-    lengths = [L] * B
+    q, k, v = test_qkv_rope.oracle(qkv, case.positions, THETA, case.dims, case.n_heads, case.n_kv_heads)
+    lengths = [case.L] * len(case.positions)
     new_keys = test_qkv_rope.append_oracle(keys, k, case.positions, lengths)
     new_values = test_qkv_rope.append_oracle(values, v, case.positions, lengths)
     if round_rotated:
         q, k = rounded(q, case.dtype), rounded(k, case.dtype)
     keys = test_qkv_rope.append_oracle(keys, k, case.positions, lengths)
-    out = np.empty((B, n_heads, L, case.D))
+    return attention(case, q, keys, new_values), new_keys, new_values
+
+
+def attention(case: Case, q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Before the gate, over buffers that hold the new tokens: [B, n_heads, L, D]."""
+    out = np.empty((len(case.positions), case.n_heads, case.L, case.D))
     for b, start in enumerate(case.positions):
-        for i in range(L):
-            rows = [p % capacity for p in case.sees(start + i)]
-            for h in range(n_heads):
-                kv = h // (n_heads // case.n_kv_heads)
+        for i in range(case.L):
+            rows = [p % case.capacity for p in case.sees(start + i)]
+            for h in range(case.n_heads):
+                kv = h // (case.n_heads // case.n_kv_heads)
                 weights = keys[b, kv, rows] @ q[b, h, i] / math.sqrt(case.D)
                 weights = np.exp(weights - weights.max())
-                out[b, h, i] = weights / weights.sum() @ new_values[b, kv, rows]
-    return out, new_keys, new_values
+                out[b, h, i] = weights / weights.sum() @ values[b, kv, rows]
+    return out
 
 
 def check(backend: Backend, case: Case) -> None:

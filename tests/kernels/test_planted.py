@@ -10,7 +10,7 @@ import pytest
 from spark25_mlx.custom_kernels.backend import registered
 from tests.kernels.planted import SUBJECTS, TABLE
 from tests.metal_sim import Kind, MetalSimError, metal_kernel, options, require_toolchain
-from tests.metal_sim.planted import NOTHING, Planted, Subject, catch
+from tests.metal_sim.planted import NOTHING, Planted, Subject, assert_caught
 
 # A correct kernel gives correct results under all of them.
 CONDITIONS: list[dict[str, Any]] = [
@@ -65,6 +65,4 @@ def test_alignment_that_kernels_need(subject: Subject) -> None:
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.subject}: {row.bug}")
 def test_planted_bug_is_caught(row: Planted) -> None:
-    found, description = catch(SUBJECTS[row.subject], row)
-    print(f"{row.subject}: {row.bug} -> {description}")
-    assert row.expected in found, description
+    assert_caught(SUBJECTS[row.subject], row)

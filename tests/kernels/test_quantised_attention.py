@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -12,17 +11,12 @@ import pytest
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from spark25_mlx.custom_kernels.decode_attention import (
-    Shape,
-    bind_decode_attention,
     can_decode,
-    decode_attention,
-    decode_attention_reference,
 )
-from spark25_mlx.custom_kernels.rope import rope_table, rope_turns
-from tests.kernels import test_head_gate, test_qkv_rope
+from tests.kernels import test_decode_attention, test_head_gate, test_qkv_rope
 from tests.kernels.backends import SIMULATOR, Backend
 from tests.kernels.rounding import DTYPES, assert_rounded_once, random, rounded, to_float64, ulp
-from tests.kernels.test_decode_attention import FP32_ERROR, THETA
+from tests.kernels.test_decode_attention import FP32_ERROR, THETA, Inputs, attention, run
 
 Triple = tuple[mx.array, mx.array, mx.array]
 
@@ -30,29 +24,16 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 
 
 @dataclass(frozen=True)
-class Case:
-    """One call; `splits` are tried in turn, None for what the positions ask for."""
+class Case(test_decode_attention.Case):
+    """One call over a quantised cache, with half of the dimensions rotated."""
 
-    positions: list[int]
-    L: int = 1
-    n_heads: int = 1
-    n_kv_heads: int = 1
     D: int = 64
-    capacity: int = 64
+    dtype: mx.Dtype = mx.bfloat16
     bits: int = 8
     group: int = 32
-    mode: str = "sigmoid"
-    dtype: mx.Dtype = mx.bfloat16
-    splits: tuple[int | None, ...] = (1, 8)
 
-    @property
-    def dims(self) -> int:
-        return self.D // 2
-
-    @property
-    def shape(self) -> Shape:
-        heads = self.n_heads, self.n_kv_heads, self.D, self.dims
-        return Shape(self.dtype, len(self.positions), self.L, *heads, None, self.mode, self.bits, self.group)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dims", self.D // 2)
 
 
 def quantise(x: mx.array, case: Case) -> Triple:
@@ -84,50 +65,6 @@ def make_rows(case: Case, seed: int, unseen: float) -> Triple:
     return codes, scales, biases
 
 
-def run(
-    backend: Backend,
-    case: Case,
-    qkv: mx.array,
-    scores: mx.array,
-    keys: Triple,
-    values: Triple,
-    splits: int | None,
-) -> tuple[mx.array, Any, Any]:
-    positions, turns = mx.array(case.positions, dtype=mx.int32), rope_turns(THETA, case.dims)
-    options: dict[str, Any] = {
-        "n_heads": case.n_heads,
-        "window": None,
-        "mode": case.mode,
-        "kv_format": (case.bits, case.group),
-    }
-    if backend.is_reference:
-        return decode_attention_reference(qkv, scores, keys, values, positions, turns, **options)
-    with backend.writing():
-        if splits is None:
-            out = decode_attention(
-                qkv, scores, keys, values, positions, turns, qkv, **options, most_keys=max(case.positions)
-            )
-        else:
-            table = rope_table(positions, case.L, turns)
-            out = bind_decode_attention(case.shape, splits)(qkv, scores, keys, values, *table, qkv)
-        mx.eval(out)
-    return out, keys, values
-
-
-def attention(case: Case, q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Head by head and token by token over the rows of a buffer: [B, n_heads, L, D]."""
-    out = np.empty((len(case.positions), case.n_heads, case.L, case.D))
-    for b, start in enumerate(case.positions):
-        for i in range(case.L):
-            rows = slice(0, start + i + 1)
-            for h in range(case.n_heads):
-                kv = h // (case.n_heads // case.n_kv_heads)
-                weights = keys[b, kv, rows] @ q[b, h, i] / math.sqrt(case.D)
-                weights = np.exp(weights - weights.max())
-                out[b, h, i] = weights / weights.sum() @ values[b, kv, rows]
-    return out
-
-
 def check(backend: Backend, case: Case) -> None:
     for splits in (None,) if backend.is_reference else case.splits:
         check_call(backend, case, splits)
@@ -141,7 +78,7 @@ def check_call(backend: Backend, case: Case, splits: int | None) -> None:
     # What a kernel reads in vain may be anything; the reference multiplies it by 0.
     keys, values = (make_rows(case, seed, 1e3 if backend.is_reference else math.nan) for seed in (2, 3))
     before = [[np.array(x.astype(mx.float32)) for x in rows] for rows in (keys, values)]
-    out, *after = run(backend, case, qkv, scores, keys, values, splits)
+    out, *after = run(backend, case, Inputs(qkv, scores, keys, values), splits)
 
     q, k, v = test_qkv_rope.oracle(
         to_float64(qkv), case.positions, THETA, case.dims, case.n_heads, case.n_kv_heads
@@ -235,7 +172,8 @@ def test_zero_and_constant_rows(backend: Backend) -> None:
         qkv = mx.full((1, 1, 3 * case.D), value, dtype=case.dtype)
         # The other rows are zeros, and the gate is half open.
         values = quantise(mx.full((*values[0].shape[:3], case.D), value, dtype=case.dtype), case)
-        out, after_keys, after = run(backend, case, qkv, mx.zeros((1, 1, 1), case.dtype), keys, values, 8)
+        inputs = Inputs(qkv, mx.zeros((1, 1, 1), case.dtype), keys, values)
+        out, after_keys, after = run(backend, case, inputs, 8)
         np.testing.assert_allclose(decoded(after, case)[0, 0, 3], value, atol=1e-6)
         np.testing.assert_allclose(to_float64(out), value / 2, atol=1e-6)
         unrotated = decoded(after_keys, case)[0, 0, 3, case.dims :]
@@ -252,7 +190,7 @@ def test_as_accurate_as_mlx_lm(backend: Backend, bits: int) -> None:
     # An open gate: 1 to the last digit.
     scores = mx.full((1, 1, 4), 40.0, dtype=case.dtype)
     keys, values = (make_rows(case, seed, 0.0) for seed in (2, 3))
-    out, keys, values = run(backend, case, qkv, scores, keys, values, 8)
+    out, keys, values = run(backend, case, Inputs(qkv, scores, keys, values), 8)
     q = rounded(test_qkv_rope.oracle(to_float64(qkv), [700], THETA, case.dims, 4, 1)[0], case.dtype)
     exact = attention(case, q, decoded(keys, case), decoded(values, case))
     with mx.stream(mx.cpu):

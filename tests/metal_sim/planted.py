@@ -66,6 +66,13 @@ class Planting:
         )
 
 
+def assert_caught(subject: Subject, row: Planted) -> None:
+    """What the row expects is among what was found."""
+    found, description = catch(subject, row)
+    print(f"{row.subject}: {row.bug} -> {description}")
+    assert row.expected in found, description
+
+
 def catch(subject: Subject, planted: Planted) -> tuple[frozenset[Kind | str], str]:
     """Run a subject with its bug: the kinds of what was found, and a description.
 
