@@ -25,6 +25,7 @@ import numpy as np
 
 _HERE = Path(__file__).parent
 SWITCH = "SPARK25_KERNELS"
+_PRELUDE = "prelude/metal.cuh"
 REFERENCE = "reference"
 
 Constant = int | bool | float | mx.Dtype
@@ -277,14 +278,17 @@ class Kernel:
 
     def _header(self, source: str, dtype: Constant | None, *, cuda: bool) -> str:
         """The helper functions that the body needs, directly or not: a short text costs less to dispatch."""
-        files = ["prelude/metal.cuh"] * cuda + self.headers
+        files = [_PRELUDE] * cuda + self.headers
         kinds = (mx.float32, mx.float32 if dtype is None else dtype)
         other = "|".join(rf"\b{name}\*" for kind, name in _TYPES.items() if kind not in kinds)
+        # A function of the prelude stands in for a helper of the same name.
+        ours = _prelude_names() if cuda else frozenset()
         pieces = [
             piece
             for file in files
             for piece in _pieces(file)
-            if dtype is None or file not in self.headers or not re.search(other, piece)
+            if file not in self.headers
+            or ((dtype is None or not re.search(other, piece)) and not _defined(piece) & ours)
         ]
         needed: list[str] = []
         while True:
@@ -323,10 +327,13 @@ def _declaration(constant: tuple[str, Constant]) -> str:
     return f"constexpr {kind} {name} = {text};\n"
 
 
+_INCLUDE = re.compile(r'^#include "(\w+\.metal)"\n', re.MULTILINE)
+
+
 @cache
 def read_source(name: str) -> str:
-    """A kernel source without comments and indentation: MLX hashes the text at every dispatch."""
-    return "".join(_pieces(name))
+    """A kernel source and what it includes, less comments and indentation: MLX hashes it at each dispatch."""
+    return _INCLUDE.sub(lambda match: read_source(match[1]), "".join(_pieces(name)))
 
 
 _CONDITION = re.compile(r"#(ifdef|if|elif|else|endif)\b(?: (?:defined\()?(\w+)\)?)?$")
@@ -368,6 +375,11 @@ def _pieces(name: str) -> tuple[str, ...]:
 def _defined(piece: str) -> frozenset[str]:
     """Names of the functions that a piece defines."""
     return frozenset(re.findall(r"METAL_FUNC [\w:]+ (\w+)\(", piece))
+
+
+@cache
+def _prelude_names() -> frozenset[str]:
+    return frozenset().union(*map(_defined, _pieces(_PRELUDE)))
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -177,6 +178,23 @@ class Shape:
         return words and self.group_size % values == 0 and self.head_dim % self.group_size == 0
 
     @property
+    def matrix_fits(self) -> bool:
+        """Whether products of matrices are the way here: not on Metal, where they are no faster than sums."""
+        fits = self.head_dim % 64 == 0 and self.group_size % 64 == 0 and self.dtype != mx.float32
+        return self.quantised and fits and backend_name() != "metal"
+
+    @property
+    def matrix(self) -> bool:
+        return self.matrix_fits and _MATRIX.ready(*self.variant)
+
+    @property
+    def variant(self) -> tuple[Any, ...]:
+        """What a kernel is checked for."""
+        group = self.n_heads // self.n_kv_heads
+        plain = (self.dtype, self.head_dim, self.dims, group, self.window, self.mode, self.n_kv_heads)
+        return (*plain, self.kv_bits, self.group_size) if self.quantised else plain
+
+    @property
     def tile(self) -> int:
         """Query heads of a threadgroup, when several share the keys."""
         group = self.n_heads // self.n_kv_heads
@@ -192,15 +210,15 @@ def bind_decode_attention(shape: Shape, splits: int) -> Callable[..., mx.array]:
     """
     key = (backend_key(), shape, splits)
     if key not in _BOUND:
-        _BOUND[key] = _bind(shape, splits)
+        _BOUND[key] = _bind(shape, splits, shape.matrix)
     return _BOUND[key]
 
 
-def _bind(shape: Shape, splits: int) -> Callable[..., mx.array]:
+def _bind(shape: Shape, splits: int, matrix: bool = False) -> Callable[..., mx.array]:
     H, B, L, D = shape.n_heads, shape.batch, shape.length, shape.head_dim
     final = splits == 1 and not shape.quantised
     tile = 1 if final else shape.tile
-    simdgroups, keys_at_once = _geometry(shape, tile)
+    simdgroups, keys_at_once = (MAX_TOKENS, 16) if matrix else _geometry(shape, tile)
     geometry: dict[str, Any] = {
         "grid": (splits * 32 * simdgroups, H // tile, B * L),
         "threadgroup": (32 * simdgroups, 1, 1),
@@ -212,12 +230,12 @@ def _bind(shape: Shape, splits: int) -> Callable[..., mx.array]:
         "D": D,
         "R": shape.dims,
         "GT": tile,
-        "U": keys_at_once,
-        "SCORES": 1 << (tile * keys_at_once - 1).bit_length(),
         "SIMDS": simdgroups,
         "TOKENS": MAX_TOKENS,
         "WINDOW": shape.window or 0,
     }
+    if not matrix:
+        constants |= {"U": keys_at_once, "SCORES": 1 << (tile * keys_at_once - 1).bit_length()}
     if final:
         whole = _FINAL.bind(
             **geometry,
@@ -235,7 +253,8 @@ def _bind(shape: Shape, splits: int) -> Callable[..., mx.array]:
 
     if shape.quantised:
         constants |= {"BITS": shape.kv_bits, "GROUP": shape.group_size}
-    attention = (_QUANTISED if shape.quantised else _ATTENTION).bind(
+    kernel = _MATRIX if matrix else _QUANTISED if shape.quantised else _ATTENTION
+    attention = kernel.bind(
         **geometry,
         constants=constants,
         output_shapes=[(B, H, L, splits, D), (B, H, L, splits, 2)],
@@ -279,15 +298,13 @@ def can_decode(shape: Shape) -> bool:
     D = shape.head_dim
     if D % 32 or D > 256:
         return False
-    group = shape.n_heads // shape.n_kv_heads
-    variant = (shape.dtype, D, shape.dims, group, shape.window, shape.mode, shape.n_kv_heads)
     merges = _MERGE.ready(shape.dtype, D, shape.mode, shape.n_heads)
     if shape.quantised:
-        return merges and shape.rows_fit and _QUANTISED.ready(*variant, shape.kv_bits, shape.group_size)
-    if not _FINAL.ready(*variant):
+        return merges and shape.rows_fit and (shape.matrix or _QUANTISED.ready(*shape.variant))
+    if not _FINAL.ready(*shape.variant):
         return False
     # A window that one threadgroup can do never needs the others.
-    return split_count(1 << 30, shape) == 1 or (merges and _ATTENTION.ready(*variant))
+    return split_count(1 << 30, shape) == 1 or (merges and _ATTENTION.ready(*shape.variant))
 
 
 def split_count(offset: int, shape: Shape) -> int:
@@ -316,9 +333,11 @@ def _check(
     n_kv_heads: int = 1,
     kv_bits: int = 16,
     group_size: int = 0,
+    *,
+    matrix: bool = False,
 ) -> Outputs:
     heads = group * n_kv_heads, n_kv_heads, head_dim, dims
-    return _compare(Shape(dtype, 2, 2, *heads, window, mode, kv_bits, group_size), 8)
+    return _compare(Shape(dtype, 2, 2, *heads, window, mode, kv_bits, group_size), 8, matrix)
 
 
 def _check_final(
@@ -327,7 +346,7 @@ def _check_final(
     return _compare(Shape(dtype, 2, 2, group * n_kv_heads, n_kv_heads, head_dim, dims, window, mode), 1)
 
 
-def _compare(shape: Shape, splits: int) -> Outputs:
+def _compare(shape: Shape, splits: int, matrix: bool = False) -> Outputs:
     """Two rows of two tokens, in a ring one that has wrapped; reads what was written in place through MLX."""
     n_heads, n_kv_heads, window, dtype = shape.n_heads, shape.n_kv_heads, shape.window, shape.dtype
     capacity = 64 if window is None else window + 8
@@ -354,7 +373,7 @@ def _compare(shape: Shape, splits: int) -> Outputs:
     )
     # What the in-place writes are compared with must be there before them.
     mx.eval(expected)
-    attend = bind_decode_attention(shape, splits)
+    attend = _bind(shape, splits, matrix)
     out = attend(qkv, scores, keys, values, *rope_table(positions, 2, turns), qkv)
     mx.eval(out)
     return _comparable(out, keys, values, kv_format), _comparable(*expected, kv_format)
@@ -411,6 +430,14 @@ _QUANTISED = Kernel(
     headers=["common", "kv_codes"],
     defines=["CODES"],
     check=_check,
+)
+_MATRIX = Kernel(
+    "decode_attention_matrix",
+    inputs=_QUANTISED.inputs,
+    outputs=["parts", "stats"],
+    headers=["common", "kv_codes", "matrix"],
+    defines=["CODES"],
+    check=partial(_check, matrix=True),
 )
 _MERGE = Kernel(
     "merge_gate",

@@ -6,6 +6,7 @@
 typedef unsigned int uint;
 typedef unsigned short ushort;
 typedef __half half;
+typedef __half2 half2;
 typedef __half float16_t;
 typedef __nv_bfloat16 bfloat16_t;
 
@@ -33,6 +34,8 @@ METAL_FUNC mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(uint
 
 // __syncthreads orders device and shared memory alike.
 METAL_FUNC void threadgroup_barrier(mem_flags) { __syncthreads(); }
+
+METAL_FUNC void simdgroup_barrier(mem_flags) { __syncwarp(); }
 
 // Every simd operation of the kernels is reached by whole simdgroups.
 template <class T>
@@ -88,4 +91,33 @@ template <class T>
 METAL_FUNC T min(T a, T b) { return b < a ? b : a; }
 METAL_FUNC float abs(float x) { return fabsf(x); }
 METAL_FUNC float rint(float x) { return rintf(x); }
+}
+
+// matrix.metal for tensor cores, which take a right operand by columns.
+METAL_FUNC uint matrix_row(uint lane) { return lane / 4; }
+
+METAL_FUNC uint matrix_column(uint lane) { return lane % 4 * 2; }
+
+METAL_FUNC float column_max(float x) {
+  for (uint mask = 4; mask <= 16; mask *= 2) x = metal::max(x, simd_shuffle_xor(x, mask));
+  return x;
+}
+
+METAL_FUNC float column_sum(float x) {
+  for (uint mask = 4; mask <= 16; mask *= 2) x += simd_shuffle_xor(x, mask);
+  return x;
+}
+
+METAL_FUNC uint pack_halves(float low, float high) { return as_type<uint>(__floats2half2_rn(low, high)); }
+
+METAL_FUNC uint right_operand(uint halves) {
+  uint transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(halves));
+  return transposed;
+}
+
+METAL_FUNC void multiply_add(float* c, const uint* a, const uint* b) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }

@@ -105,12 +105,22 @@ def _decode_attention(*splits: int) -> None:
             test_decode_attention.check_call(_SIMULATOR, case, n)
 
 
-def _quantised_attention() -> None:
-    small = test_quantised_attention.Case([9, 0, 40], L=2, n_heads=4, n_kv_heads=2, splits=(1, 8))
-    wide = replace(small, D=256, bits=4, group=64, dtype=mx.float16)
+def _quantised_attention(group: int) -> None:
+    small = test_quantised_attention.Case(
+        [9, 0, 40], L=2, n_heads=4, n_kv_heads=2, splits=(1, 8), group=group
+    )
+    wide = replace(small, D=256, bits=4, dtype=mx.float16)
     many_heads = replace(small, n_heads=8, n_kv_heads=1)
     for case in (small, wide, many_heads):
         test_quantised_attention.check(_SIMULATOR, case)
+
+
+def _matrix_attention() -> None:
+    _quantised_attention(64)
+    # A simdgroup goes through its keys several times.
+    rounds = test_quantised_attention.Case([300], n_heads=3, capacity=301, group=64, splits=(2,))
+    test_quantised_attention.check(_SIMULATOR, rounds)
+    test_quantised_attention.check_magnitudes(_SIMULATOR, mx.bfloat16, 8)
 
 
 def _norm_qkv(bits: int, group: int) -> None:
@@ -149,7 +159,8 @@ _TESTS: dict[str, Callable[[], None]] = {
     "qkv_rope_append": _qkv_rope_append,
     "decode_attention": partial(_decode_attention, 8),
     "decode_attention_final": partial(_decode_attention, 1),
-    "decode_attention_quantised": _quantised_attention,
+    "decode_attention_quantised": partial(_quantised_attention, 32),
+    "decode_attention_matrix": _matrix_attention,
     "merge_gate": partial(_decode_attention, 8, 64),
     "norm_qkv": partial(_norm_qkv, 16, 0),
     "norm_qkv_quantised": partial(_norm_qkv, 4, 32),
@@ -265,6 +276,42 @@ TABLE: tuple[Planted, ...] = (
             " && tile % (TILES / KV) == 0", "", Kind.RACE, {"same_value_races": True}),
     Planted("decode_attention_quantised", "rows of the keys' buffer for the values",
             "quantise((device uint*)values", "quantise((device uint*)keys", WRONG_VALUES),
+    # Products of matrices
+    Planted("decode_attention_matrix", "what weights lose as halves forgotten", "? halves : rest",
+            "? halves : 0", WRONG_VALUES),
+    Planted("decode_attention_matrix", "what weights lose counted in full", "factor / UNIT / REST",
+            "factor / UNIT", WRONG_VALUES),
+    Planted("decode_attention_matrix", "keys past the end in the second half", "now + 8 * y + row < end",
+            "now + row < end", WRONG_VALUES),
+    Planted("decode_attention_matrix", "rows past the end are read", "base + ROW(metal::min(at, end - 1))",
+            "base + ROW(at)", Kind.RACE),
+    Planted("decode_attention_matrix", "queries in the order of the dimensions",
+            "(i / PAIRS * 2 + row % 2) * PAIRS + i % PAIRS", "2 * i + row % 2", WRONG_VALUES),
+    Planted("decode_attention_matrix", "sums of one query head for both", "+= pair[x]", "+= pair[0]",
+            WRONG_VALUES),
+    Planted("decode_attention_matrix", "scales of the other eight keys", "k_scales[y], scales[y]",
+            "k_scales[1 - y], scales[y]", WRONG_VALUES),
+    Planted("decode_attention_matrix", "scales of values by column", "value_scales + from * GROUPS",
+            "value_scales + ROW_BEFORE_END(at + 8 * y + column) * GROUPS", WRONG_VALUES),
+    Planted("decode_attention_matrix", "biases of one lane's keys",
+            "bias_sums[g][x] = column_sum(bias_sums[g][x])", "bias_sums[g][x] *= 1.0f", WRONG_VALUES),
+    Planted("decode_attention_matrix", "biases keep the old maximum", "bias_sums[g][x] *= shrink[x]",
+            "bias_sums[g][x] *= 1.0f", WRONG_VALUES),
+    Planted("decode_attention_matrix", "outputs shrink by the other column's maximum", "shrink[n % 2]",
+            "shrink[n / 2]", WRONG_VALUES),
+    Planted("decode_attention_matrix", "new token counted by each row", "row == 0 ? 1.0f : 0.0f", "1.0f",
+            WRONG_VALUES),
+    Planted("decode_attention_matrix", "value of the new token read too early",
+            "simdgroup_barrier(mem_flags::mem_threadgroup);\nif (column < 4)", "if (column < 4)", Kind.RACE),
+    Planted("decode_attention_matrix", "both parts of an output at once",
+            "simdgroup_barrier(mem_flags::mem_threadgroup);  ", "  ", Kind.RACE),
+    Planted("decode_attention_matrix", "codes of the other half of a word", "upper ? (first >> 16)",
+            "!upper ? (first >> 16)", WRONG_VALUES),
+    Planted("decode_attention_matrix", "sums over half of a column's rows",
+            "mask <= 16; mask = mask == 2 ? 4 : mask * 4) x +=",
+            "mask < 16; mask = mask == 2 ? 4 : mask * 4) x +=", WRONG_VALUES),
+    Planted("decode_attention_matrix", "left operand's tiles exchanged", "a[2 * j + i]", "a[2 * i + j]",
+            WRONG_VALUES),
     # Strides and indices
     Planted("geglu", "stride of one half", "row * (2 * I) + i", "row * I + i", WRONG_VALUES),
     Planted("geglu", "no bounds check", "if (i >= I) return;\n", "", Kind.OUT_OF_BOUNDS),

@@ -13,8 +13,9 @@ from mlx_lm.models.base import quantized_scaled_dot_product_attention
 from spark25_mlx.custom_kernels.decode_attention import (
     can_decode,
 )
+from tests import metal_sim
 from tests.kernels import test_decode_attention, test_head_gate, test_qkv_rope
-from tests.kernels.backends import SIMULATOR, Backend
+from tests.kernels.backends import SIMULATOR, Backend, simulated
 from tests.kernels.rounding import DTYPES, assert_rounded_once, random, rounded, to_float64, ulp
 from tests.kernels.test_decode_attention import FP32_ERROR, THETA, Inputs, attention, run
 
@@ -109,8 +110,9 @@ def check_call(backend: Backend, case: Case, splits: int | None) -> None:
     largest = max(
         np.nanmax(np.abs(value_rows[b, :, : start + case.L])) for b, start in enumerate(case.positions)
     )
-    # Decoding rounds the bias of a key or value of 8 bits by 2^-9 of a step.
-    step = 2.0**-9 * np.nanmax(steps[np.isfinite(steps) & (steps < 1e3)]) if case.bits == 8 else 0.0
+    # Unless sums are scaled, not values, decoding rounds the bias of 8 bits by 2^-9 of a step.
+    rounds = case.bits == 8 and not case.shape.matrix
+    step = 2.0**-9 * np.nanmax(steps[np.isfinite(steps) & (steps < 1e3)]) if rounds else 0.0
     error = (FP32_ERROR[case.dtype] * largest + step * (1 + 2 * largest)) * np.abs(gates)
     exact = test_head_gate.oracle(exact, to_float64(scores), case.mode)
     if backend.is_reference:
@@ -118,6 +120,9 @@ def check_call(backend: Backend, case: Case, splits: int | None) -> None:
         error = error + ulp(exact, case.dtype)
     assert_rounded_once(out, exact, case.dtype, error)
 
+
+# Both kernels: sums of a lane, and products of matrices.
+groups = pytest.mark.parametrize("group", [32, 64], ids=["sums", "matrices"])
 
 FORMATS = [
     (32, 8, 32),
@@ -139,34 +144,79 @@ def test_formats(backend: Backend, dtype: mx.Dtype, D: int, bits: int, group: in
     check(backend, Case([9, 0, 40], L=2, n_heads=2, D=D, bits=bits, group=group, dtype=dtype))
 
 
+@groups
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("L", range(1, 9))
-def test_tokens_of_one_call(backend: Backend, L: int, bits: int) -> None:
+def test_tokens_of_one_call(backend: Backend, L: int, bits: int, group: int) -> None:
     """Ragged, up to the buffer's last row."""
-    check(backend, Case([0, 1, 30, 64 - L], L=L, n_heads=2, bits=bits))
+    check(backend, Case([0, 1, 30, 64 - L], L=L, n_heads=2, bits=bits, group=group))
 
 
+@groups
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(1, 1), (3, 1), (4, 2), (8, 1), (16, 4)])
-def test_groups(backend: Backend, n_heads: int, n_kv_heads: int) -> None:
-    check(backend, Case([0, 9, 40], n_heads=n_heads, n_kv_heads=n_kv_heads, mode="silu"))
+def test_groups(backend: Backend, n_heads: int, n_kv_heads: int, group: int) -> None:
+    check(backend, Case([0, 9, 40], n_heads=n_heads, n_kv_heads=n_kv_heads, mode="silu", group=group))
 
 
+@groups
 @pytest.mark.parametrize("splits", [1, 2, 8, 64])
-def test_splits(backend: Backend, splits: int) -> None:
-    check(backend, Case([0, 5, 31, 32, 33, 200], n_heads=2, capacity=202, L=2, splits=(splits,)))
+def test_splits(backend: Backend, splits: int, group: int) -> None:
+    positions = [0, 5, 15, 16, 17, 31, 32, 33, 200]
+    check(backend, Case(positions, n_heads=2, capacity=202, L=2, splits=(splits,), group=group))
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_many_keys(backend: Backend, bits: int) -> None:
-    case = Case([2_000], n_heads=4, D=256, capacity=2_001, bits=bits, group=64, splits=(None,))
+@pytest.mark.parametrize(("bits", "n_keys"), [(8, 2_000), (4, 2_000), (8, 5_000), (4, 5_000)])
+def test_many_keys(backend: Backend, bits: int, n_keys: int) -> None:
+    case = Case([n_keys], n_heads=4, D=256, capacity=n_keys + 1, bits=bits, group=64, splits=(None,))
     check(backend, case)
 
 
-def test_zero_and_constant_rows(backend: Backend) -> None:
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bf16", "fp16"])
+def test_matrices_of_large_and_small_numbers(backend: Backend, dtype: mx.Dtype, bits: int) -> None:
+    if backend.is_reference:
+        pytest.skip("about the kernel")
+    check_magnitudes(backend, dtype, bits)
+
+
+def check_magnitudes(backend: Backend, dtype: mx.Dtype, bits: int) -> None:
+    """Halves have a narrow range: queries and values far from 1, and with them weights of all sizes."""
+    case = Case([70], n_heads=2, capacity=71, bits=bits, group=64, dtype=dtype)
+    for of_queries, of_keys, of_values in ((1e3, 1e-3, 1e-4), (1e-3, 1e3, 1e3), (8.0, 2.0, 1.0)):
+        scales = mx.repeat(mx.array([of_queries] * 2 + [of_keys, of_values]), case.D)
+        qkv = (random((1, 1, 4 * case.D), mx.float32, 0) * scales).astype(dtype)
+        keys, values = (
+            quantise(random((1, 1, case.capacity, case.D), dtype, seed, scale), case)
+            for seed, scale in ((2, of_keys), (3, of_values))
+        )
+        # An open gate: 1 to the last digit.
+        scores = mx.full((1, 1, 2), 40.0, dtype=dtype)
+        out, keys, values = run(backend, case, Inputs(qkv, scores, keys, values), 2)
+        q = rounded(test_qkv_rope.oracle(to_float64(qkv), [70], THETA, case.dims, 2, 1)[0], dtype)
+        stored = decoded(values, case)
+        exact = attention(case, q, decoded(keys, case), stored)
+        # Queries that fp32 phases round to the other neighbour shift scores by as much.
+        error = np.abs(stored).max() * FP32_ERROR[dtype] * max(1.0, of_queries * of_keys)
+        assert_rounded_once(out.reshape(exact.shape), exact, dtype, error)
+
+
+@pytest.mark.fallback
+def test_where_products_of_matrices_are_the_way() -> None:
+    metal_sim.require_toolchain()
+    with simulated():
+        assert Case([0], group=64).shape.matrix
+        assert Case([0], D=256, group=128).shape.matrix
+        for other in ({"group": 32}, {"D": 96, "group": 96}, {"group": 64, "dtype": mx.float32}):
+            assert not Case([0], **other).shape.matrix
+        assert not test_decode_attention.Case([0], D=64, dtype=mx.bfloat16).shape.matrix
+
+
+@groups
+def test_zero_and_constant_rows(backend: Backend, group: int) -> None:
     """Groups without a range: scales have a least value, and nothing is divided by 0."""
     if backend.is_reference:
         pytest.skip("mx.quantize itself")
-    case = Case([3], n_heads=1)
+    case = Case([3], n_heads=1, group=group)
     keys, values = (make_rows(case, seed, 0.0) for seed in (2, 3))
     for value in (0.0, 1.5, -2.0):
         qkv = mx.full((1, 1, 3 * case.D), value, dtype=case.dtype)

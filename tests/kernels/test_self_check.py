@@ -28,6 +28,10 @@ VARIANTS: dict[str, list[tuple[Any, ...]]] = {
         (256, 64, 4, None, "silu", 1, 8, 64),
         (64, 64, 3, None, "sigmoid", 1, 4, 32),
     ],
+    "decode_attention_matrix": [
+        (256, 64, 4, None, "silu", 1, 8, 64),
+        (64, 64, 3, None, "sigmoid", 1, 4, 64),
+    ],
     "merge_gate": [(64, "silu"), (256, "sigmoid")],
     "norm_qkv": [(16, 0)],
     "norm_qkv_quantised": [(8, 64), (4, 32)],
@@ -42,6 +46,7 @@ KEYS = [
         for name in VARIANTS
         for variant in VARIANTS[name]
         for dtype in DTYPES.values()
+        if name != "decode_attention_matrix" or dtype != mx.float32
     ),
     *(("rope_table", (dims,)) for dims in (16, 256)),
 ]
@@ -68,7 +73,8 @@ def test_order_of_stored_codes_is_checked() -> None:
     with forced("simulator with a bug", planting), metal_sim.options(writable=CACHE_BUFFERS):
         for bits in (8, 4):
             key = mx.bfloat16, 256, 64, 4, None, "sigmoid", 1, bits, 64
-            assert registered()["decode_attention_quantised"].error(*key) > 1
+            for name in ("decode_attention_quantised", "decode_attention_matrix"):
+                assert registered()[name].error(*key) > 1
     assert planting.planted
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
+import mlx.core as mx
 import pytest
 
-from spark25_mlx.custom_kernels.backend import _pieces, registered, select
+from spark25_mlx.custom_kernels.backend import _pieces, read_source, registered, select
 
 HELPERS = sorted(
     {header for kernel in registered().values() for header in kernel.headers} | {"prelude/metal.cuh"}
@@ -34,3 +37,25 @@ def test_no_condition_is_left() -> None:
     for kernel in registered().values():
         left = [line for line in kernel.source.splitlines() if line.startswith(("#if", "#el", "#end"))]
         assert not left, (kernel.name, left)
+
+
+def test_includes_are_in_place() -> None:
+    """Those of a kernel's parts, which have includes of their own."""
+    for kernel in registered().values():
+        assert "#include" not in kernel.source, kernel.name
+    parts = [read_source(f"attention_{part}.metal") for part in ("begin", "rotate", "end")]
+    body = read_source("decode_attention_matrix.metal")
+    assert [body.count(part) for part in parts] == [1, 1, 1]
+    assert [body.index(part) for part in parts] == sorted(body.index(part) for part in parts)
+
+
+def test_prelude_stands_in_for_helpers() -> None:
+    """What tensor cores do otherwise is in Metal's words for Metal, and in the prelude's for CUDA."""
+    kernel = registered()["decode_attention_matrix"]
+    on_metal, on_cuda = (kernel._header(kernel.source, mx.bfloat16, cuda=cuda) for cuda in (False, True))
+    assert "simdgroup_multiply_accumulate" in on_metal and "asm" not in on_metal
+    assert "simdgroup_multiply_accumulate" not in on_cuda and "asm" in on_cuda
+    names = {"matrix_row", "matrix_column", "column_max", "column_sum", "right_operand", "multiply_add"}
+    for header in (on_metal, on_cuda):
+        assert sorted(names & set(found := re.findall(r"METAL_FUNC \w+ (\w+)\(", header))) == sorted(names)
+        assert all(found.count(name) == 1 for name in names)

@@ -166,6 +166,28 @@ def test_simd_functions() -> None:
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_products_of_matrices() -> None:
+    """8 x 8, each lane two neighbours of a row: halves times halves, added to floats."""
+    row, column = "(t / 16 * 4 + t / 2 % 4)", "(t / 8 % 2 * 4 + t % 2 * 2)"
+    out = run(
+        "uint t = thread_index_in_simdgroup;\n"
+        f"uint at = 8 * {row} + {column};\n"
+        "simdgroup_matrix<half, 8, 8> left, right;\n"
+        "simdgroup_matrix<float, 8, 8> sum;\n"
+        "reinterpret_cast<thread half2&>(left.thread_elements()) = half2(half(a[at]), half(a[at + 1]));\n"
+        "reinterpret_cast<thread half2&>(right.thread_elements()) = half2(half(b[at]), half(b[at + 1]));\n"
+        "reinterpret_cast<thread float2&>(sum.thread_elements()) = float2(float(at), float(at + 1));\n"
+        "simdgroup_multiply_accumulate(sum, left, right, sum);\n"
+        "const float2 both = reinterpret_cast<thread float2&>(sum.thread_elements());\n"
+        "o[at] = both.x; o[at + 1] = both.y;",
+        X,
+        X[::-1].copy(),
+        size=64,
+    )
+    left, right = (x[:64].astype(np.float16).astype(np.float64).reshape(8, 8) for x in (X, X[::-1]))
+    np.testing.assert_allclose(out.reshape(8, 8), left @ right + np.arange(64).reshape(8, 8), rtol=1e-6)
+
+
 def test_partial_simdgroup_and_uneven_threadgroups() -> None:
     out = run(
         "uint i = thread_position_in_grid.x;\n"

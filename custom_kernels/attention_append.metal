@@ -1,0 +1,20 @@
+// New token t, of this simdgroup: its key and value in fp32, and both as the cache gets them, which it does from the
+// threadgroup of the same token and of the first tile of its KV head.
+const uint t = simd;
+const bool write = t == l && tile % (TILES / KV) == 0;
+float key[N], value[N];
+for (uint i = 0; i < N; ++i) key[i] = rotated[GT + t][d0 + i];
+load<N>(qkv + (size_t(b) * L + t) * WIDTH + (H + KV + kv_head) * D + d0, value);
+const size_t to = base + (offset + t) % capacity;
+#ifdef CODES
+Share<N, BITS, GROUP> share;
+quantise((device uint*)keys, (device T*)key_scales, (device T*)key_biases, to, lane, write, share, key);
+quantise((device uint*)values, (device T*)value_scales, (device T*)value_biases, to, lane, write, share, value);
+#else
+if (write) {
+  for (uint i = 0; i < N; ++i) {
+    ((device T*)keys)[to * D + d0 + i] = T(key[i]);
+    ((device T*)values)[to * D + d0 + i] = T(value[i]);
+  }
+}
+#endif
