@@ -6,7 +6,12 @@ float key[N], value[N];
 for (uint i = 0; i < N; ++i) key[i] = rotated[GT + t][d0 + i];
 load<N>(qkv + (size_t(b) * L + t) * WIDTH + (H + KV + kv_head) * D + d0, value);
 const size_t to = base + (offset + t) % capacity;
-#ifdef CODES
+#if defined(TURBO)
+for (uint i = 0; i < N; ++i) value[i] *= sign_of(d0 + i);
+hadamard<N>(lane, value);
+store_levels<N>((device uint*)keys, (device T*)key_scales, to, lane, write, key);
+store_levels<N>((device uint*)values, (device T*)value_scales, to, lane, write, value);
+#elif defined(CODES)
 Share<N, BITS, GROUP> share;
 quantise((device uint*)keys, (device T*)key_scales, (device T*)key_biases, to, lane, write, share, key);
 quantise((device uint*)values, (device T*)value_scales, (device T*)value_biases, to, lane, write, share, value);

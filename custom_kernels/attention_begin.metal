@@ -2,13 +2,6 @@
 constexpr uint N = D / 32;
 constexpr uint TILES = H / GT;
 constexpr uint WIDTH = (H + 2 * KV) * D;
-#ifdef CODES
-#define KEYS keys, key_scales, key_biases
-#define VALUES values, value_scales, value_biases
-#else
-#define KEYS keys
-#define VALUES values
-#endif
 const uint split = threadgroup_position_in_grid.x;
 const uint splits = threadgroups_per_grid.x;
 const uint tile = threadgroup_position_in_grid.y;

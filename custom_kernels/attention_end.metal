@@ -34,5 +34,3 @@ for (uint h = 0; h < GT; ++h) {
 }
 #undef PUT_OUTPUT
 #undef ROW
-#undef KEYS
-#undef VALUES

@@ -16,5 +16,11 @@ for (uint r = simd; r < GT + (split == 0 ? l + 1 : 0); r += SIMDS) {
     }
     rotated[r][d] = float(T(x));
   }
+#ifdef TURBO
+  float x[N];
+  for (uint i = 0; i < N; ++i) x[i] = rotated[r][lane + 32 * i] * sign_of(lane + 32 * i);
+  hadamard<N>(lane, x);
+  for (uint i = 0; i < N; ++i) rotated[r][lane + 32 * i] = x[i];
+#endif
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);

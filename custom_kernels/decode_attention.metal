@@ -6,8 +6,12 @@
 constexpr uint SHARE = 32 / SCORES;
 #include "attention_begin.metal"
 #ifdef CODES
+#define KEYS keys, key_scales, key_biases
+#define VALUES values, value_scales, value_biases
 using Row = Share<N, BITS, GROUP>;
 #else
+#define KEYS keys
+#define VALUES values
 using Row = Share<N>;
 #endif
 // Fetches U rows from position at < end on: neighbours, which one address does for, or around the ring's end and up to
@@ -131,3 +135,5 @@ if (lane % (SHARE * U) == 0 && slot / U < GT) {
   for (uint i = 0; i < N; ++i) all_o[simd][d0 + i] = o[h][i] * factor;
 #include "attention_end.metal"
 #undef FETCH
+#undef KEYS
+#undef VALUES

@@ -13,6 +13,7 @@ from .backend import Constant, Kernel, Launch, backend_key, backend_name
 from .head_gate import head_gate_reference
 from .qkv_rope import put_tokens, qkv_rope_reference
 from .rope import rope_table, rope_turns
+from .turbo import HEAD_DIMS, rotation, turbo_dequantize, turbo_quantize
 
 # Tokens of one call: what speculative decoding verifies at once.
 MAX_TOKENS = 8
@@ -26,8 +27,11 @@ _MOST_SPLITS = 64
 # Threadgroups of a call that fill the largest GPUs, and keys of a split that are worth a threadgroup.
 _THREADGROUPS = 128
 _KEYS_OF_SPLIT = 96
+# (bits, group size) of a cache's rows. Those of TURBO have one scale.
 PLAIN = (16, 0)
-# Keys or values of a cache: an array, or (codes, scales, biases) as `mx.quantize` makes them.
+TURBO = (4, 0)
+# Keys or values of a cache: an array, (codes, scales, biases) as `mx.quantize` makes them, or (codes, scales)
+# as `turbo_quantize` does.
 Rows = mx.array | Sequence[mx.array]
 Outputs = tuple[tuple[mx.array, ...], tuple[mx.array, ...]]
 _BOUND: dict[tuple[object, Shape, int], Callable[..., mx.array]] = {}
@@ -81,6 +85,8 @@ def _encoded(x: mx.array, kv_format: tuple[int, int]) -> Sequence[mx.array]:
     bits, group_size = kv_format
     if bits == 16:
         return (x,)
+    if kv_format == TURBO:
+        return turbo_quantize(x)
     # MLX's back ends differ in codes; the kernel's are those of the CPU.
     return mx.quantize(x, group_size=group_size, bits=bits, stream=mx.cpu)
 
@@ -90,6 +96,8 @@ def _decoded(arrays: Sequence[mx.array], kv_format: tuple[int, int]) -> mx.array
     bits, group_size = kv_format
     if bits == 16:
         return arrays[0].astype(mx.float32)
+    if kv_format == TURBO:
+        return turbo_dequantize(*arrays)
     codes, scales, biases = arrays
     scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
     return mx.dequantize(codes, scales, biases, group_size=group_size, bits=bits)
@@ -123,7 +131,7 @@ def decode_attention(
         qkv: [B, L, (n_heads + 2 n_kv_heads) * D], L <= MAX_TOKENS.
         scores: output of `g_proj` [B, L, n_heads].
         keys, values: [B, n_kv_heads, capacity, D], whole row-contiguous arrays; written. A ring must have
-            capacity >= window + L - 1. Quantised ones are (codes, scales, biases) each.
+            capacity >= window + L - 1. Quantised ones are (codes, scales, biases) each, or (codes, scales).
         positions: int32 [B], position of the first new token of each row; the rows before it are in the
             cache.
         turns: uint64 [r / 2] from `rope_turns`.
@@ -131,7 +139,7 @@ def decode_attention(
         window: keys that a token sees, itself included; None for all.
         mode: of the gate, "sigmoid" or "silu".
         most_keys: the largest of `positions`, which sets how many threadgroups share the keys.
-        kv_format: (bits, group size) of the cache: PLAIN, or 8 or 4 bits in groups of 32, 64 or 128.
+        kv_format: of the cache: PLAIN, TURBO, or (bits, group size) of 8 or 4 and of 32, 64 or 128.
 
     Returns:
         [B, L, n_heads * D] in qkv's dtype.
@@ -170,8 +178,14 @@ class Shape:
         return self.kv_bits != 16
 
     @property
+    def turbo(self) -> bool:
+        return (self.kv_bits, self.group_size) == TURBO
+
+    @property
     def rows_fit(self) -> bool:
         """Whether a lane's share of a quantised row is whole words or a part of one, all of one group."""
+        if self.turbo:
+            return self.head_dim in HEAD_DIMS
         values = self.head_dim // 32
         bits = values * self.kv_bits
         words = bits % 32 == 0 or 32 % bits == 0
@@ -179,13 +193,15 @@ class Shape:
 
     @property
     def matrix_fits(self) -> bool:
-        """Whether products of matrices are the way here: not on Metal, where they are no faster than sums."""
+        """Whether products of matrices are the way here: not on Metal, where they are no faster than sums, but
+        the only one for turbo."""
         fits = self.head_dim % 64 == 0 and self.group_size % 64 == 0 and self.dtype != mx.float32
-        return self.quantised and fits and backend_name() != "metal"
+        return self.quantised and fits and (self.turbo or backend_name() != "metal")
 
     @property
     def matrix(self) -> bool:
-        return self.matrix_fits and _MATRIX.ready(*self.variant)
+        kernel = _TURBO if self.turbo else _MATRIX
+        return self.matrix_fits and self.rows_fit and kernel.ready(*self.variant)
 
     @property
     def variant(self) -> tuple[Any, ...]:
@@ -252,15 +268,17 @@ def _bind(shape: Shape, splits: int, matrix: bool = False) -> Callable[..., mx.a
         return call_final
 
     if shape.quantised:
-        constants |= {"BITS": shape.kv_bits, "GROUP": shape.group_size}
-    kernel = _MATRIX if matrix else _QUANTISED if shape.quantised else _ATTENTION
+        constants |= {"BITS": shape.kv_bits, "GROUP": shape.group_size or D}
+    kernel = _ATTENTION
+    if shape.quantised:
+        kernel = _QUANTISED if not matrix else _TURBO if shape.turbo else _MATRIX
     attention = kernel.bind(
         **geometry,
         constants=constants,
         output_shapes=[(B, H, L, splits, D), (B, H, L, splits, 2)],
         output_dtypes=[mx.float32, mx.float32],
     )
-    merge = _bind_merge(shape.dtype, (B, H, L, splits, D), shape.mode)
+    merge = _bind_merge(shape.dtype, (B, H, L, splits, D), shape.mode, shape.turbo)
 
     def call(qkv: mx.array, scores: mx.array, keys: Rows, values: Rows, *rest: mx.array) -> mx.array:
         parts, stats = attention(inputs=[qkv, *_arrays(keys), *_arrays(values), *rest])
@@ -282,9 +300,9 @@ def _geometry(shape: Shape, tile: int) -> tuple[int, int]:
     return 8 if wide else 16, (4 if many_heads else 8) // (2 if wide else 1)
 
 
-def _bind_merge(dtype: mx.Dtype, shape: tuple[int, ...], mode: str) -> Launch:
+def _bind_merge(dtype: mx.Dtype, shape: tuple[int, ...], mode: str, turbo: bool = False) -> Launch:
     B, H, L, _, D = shape
-    return _MERGE.bind(
+    return (_MERGE_TURBO if turbo else _MERGE).bind(
         grid=(32 * _MERGE_SIMDGROUPS, H, B * L),
         threadgroup=(32 * _MERGE_SIMDGROUPS, 1, 1),
         constants={"T": dtype, "H": H, "D": D, "SIMDS": _MERGE_SIMDGROUPS, "SILU": mode == "silu"},
@@ -298,7 +316,9 @@ def can_decode(shape: Shape) -> bool:
     D = shape.head_dim
     if D % 32 or D > 256:
         return False
-    merges = _MERGE.ready(shape.dtype, D, shape.mode, shape.n_heads)
+    merges = (_MERGE_TURBO if shape.turbo else _MERGE).ready(shape.dtype, D, shape.mode, shape.n_heads)
+    if shape.turbo:
+        return merges and shape.matrix
     if shape.quantised:
         return merges and shape.rows_fit and (shape.matrix or _QUANTISED.ready(*shape.variant))
     if not _FINAL.ready(*shape.variant):
@@ -390,13 +410,17 @@ def _comparable(out: mx.array, keys: Rows, values: Rows, kv_format: tuple[int, i
     return tuple(x.astype(mx.bfloat16) for x in (out, *rows))
 
 
-def _check_merge(dtype: mx.Dtype, head_dim: int, mode: str, n_heads: int = 3) -> Outputs:
+def _check_merge(
+    dtype: mx.Dtype, head_dim: int, mode: str, n_heads: int = 3, *, turbo: bool = False
+) -> Outputs:
     parts = mx.random.normal((2, n_heads, 5, 4, head_dim), key=mx.random.key(0))
     stats = mx.random.uniform(1, 2, (2, n_heads, 5, 4, 2), key=mx.random.key(1))
     scores = mx.random.normal((2, 5, n_heads), key=mx.random.key(2)).astype(dtype)
     weight = mx.power(2.0, stats[..., :1] - mx.max(stats[..., :1], axis=-2, keepdims=True))
     out = mx.sum(weight * parts, axis=-2) / mx.sum(weight * stats[..., 1:], axis=-2)
-    ours = _bind_merge(dtype, parts.shape, mode)(inputs=[parts, stats, scores])[0]
+    if turbo:
+        out = mx.sum(out[..., None] * rotation(head_dim), axis=-2)
+    ours = _bind_merge(dtype, parts.shape, mode, turbo)(inputs=[parts, stats, scores])[0]
     return (ours,), (head_gate_reference(out.astype(dtype), scores, mode=mode),)
 
 
@@ -439,10 +463,28 @@ _MATRIX = Kernel(
     defines=["CODES"],
     check=partial(_check, matrix=True),
 )
+_TURBO = Kernel(
+    "decode_attention_matrix",
+    variant="decode_attention_turbo",
+    inputs=["qkv", "keys", "key_scales", "values", "value_scales", *_AFTER_ROWS],
+    outputs=["parts", "stats"],
+    headers=["common", "turbo", "matrix"],
+    defines=["TURBO"],
+    check=partial(_check, matrix=True),
+)
 _MERGE = Kernel(
     "merge_gate",
     inputs=["parts", "stats", "scores"],
     outputs=["out"],
     headers=["common", "gate"],
     check=_check_merge,
+)
+_MERGE_TURBO = Kernel(
+    "merge_gate",
+    variant="merge_gate_turbo",
+    inputs=["parts", "stats", "scores"],
+    outputs=["out"],
+    headers=["common", "gate", "turbo"],
+    defines=["TURBO"],
+    check=partial(_check_merge, turbo=True),
 )

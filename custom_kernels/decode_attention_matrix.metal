@@ -1,13 +1,21 @@
 // As decode_attention.metal, over a quantised cache and with products of matrices: a simdgroup takes 16 keys at a time,
 // a code is the bits of a half, and only sums over a group are scaled. Of a matrix' 8 columns the first four are the
-// query heads. The others are the heads again: their weights are what the first four lose when they become halves.
+// query heads. The others are the heads again: their weights are what the first four lose when they become halves. With
+// TURBO rows are in the format of turbo.py, and all is in rotated dimensions, which merge_gate.metal turns back.
 #include "attention_begin.metal"
 // A lane's share of 64 neighbouring dimensions: 16 codes of a key, or 8 of a value.
 constexpr uint BLOCKS = D / 64;
 constexpr uint GROUPS = D / GROUP;
 constexpr uint WORDS = BITS / 2;
+#ifdef TURBO
+// Levels have a byte.
+constexpr uint CODE_BITS = 8;
+#else
+constexpr uint CODE_BITS = BITS;
+#endif
+constexpr uint CODE_WORDS = CODE_BITS / 2;
 // Codes of half a word: code p of each half are taken at once.
-constexpr uint PAIRS = 16 / BITS;
+constexpr uint PAIRS = 16 / CODE_BITS;
 constexpr float UNIT = 1.0f / (1 << 24);
 // Keeps queries of any size in a half's range.
 constexpr float SMALLER = 1.0f / 16;
@@ -17,6 +25,20 @@ const uint row = matrix_row(lane);
 const uint column = matrix_column(lane);
 #define ROW_BEFORE_END(at) (base + ROW(metal::min(at, end - 1)))
 
+#ifdef TURBO
+#define FETCH_SCALES(rows, scales, biases) load_raw<GROUPS>(rows##_scales + from * GROUPS, scales);
+#define WIDEN_SCALES(rows, raw_scales, raw_biases, y)     \
+  widen<GROUPS>(rows##_scales, raw_scales[y], scales[y]); \
+  for (uint g = 0; g < GROUPS; ++g) biases[y][g] = -MIDDLE * scales[y][g];
+#else
+#define FETCH_SCALES(rows, scales, biases)                 \
+  load_raw<GROUPS>(rows##_scales + from * GROUPS, scales); \
+  load_raw<GROUPS>(rows##_biases + from * GROUPS, biases);
+#define WIDEN_SCALES(rows, raw_scales, raw_biases, y)     \
+  widen<GROUPS>(rows##_scales, raw_scales[y], scales[y]); \
+  widen<GROUPS>(rows##_biases, raw_biases[y], biases[y]);
+#endif
+
 // Of keys `row` and `row` + 8: the codes, in the order of the left operand's columns, scales and biases.
 uint k[2][BLOCKS][WORDS], k_scales[2][GROUPS], k_biases[2][GROUPS];
 #define FETCH_KEYS                                                                       \
@@ -25,8 +47,7 @@ uint k[2][BLOCKS][WORDS], k_scales[2][GROUPS], k_biases[2][GROUPS];
     for (uint j = 0; j < BLOCKS; ++j) {                                                  \
       load_words<WORDS>(keys + ((from * BLOCKS + j) * 4 + column / 2) * WORDS, k[y][j]); \
     }                                                                                    \
-    load_raw<GROUPS>(key_scales + from * GROUPS, k_scales[y]);                           \
-    load_raw<GROUPS>(key_biases + from * GROUPS, k_biases[y]);                           \
+    FETCH_SCALES(key, k_scales[y], k_biases[y])                                          \
   }
 
 // Of values `column`, `column` + 1 and those 8 further on: codes. Of values `row` and `row` + 8: scales and biases.
@@ -40,8 +61,7 @@ uint v[4][BLOCKS][WORDS / 2], v_scales[2][GROUPS], v_biases[2][GROUPS];
       }                                                                                                 \
     }                                                                                                   \
     const size_t from = ROW_BEFORE_END(at + 8 * y + row);                                               \
-    load_raw<GROUPS>(value_scales + from * GROUPS, v_scales[y]);                                        \
-    load_raw<GROUPS>(value_biases + from * GROUPS, v_biases[y]);                                        \
+    FETCH_SCALES(value, v_scales[y], v_biases[y])                                                       \
   }
 
 uint at = begin + simd * 16;
@@ -63,9 +83,11 @@ for (uint j = 0; j < BLOCKS; ++j) {
     float pair[2];
     for (uint x = 0; x < 2; ++x) {
       pair[x] = column % 4 + x < GT ? rotated[column % 4 + x][d] * SMALLER : 0.0f;
-      q_sums[64 * j / GROUP][x] += pair[x];
     }
-    q[j][i / 2][i % 2] = right_operand(pack_halves(pair[0], pair[1]));
+    const uint halves = pack_halves(pair[0], pair[1]);
+    q_sums[64 * j / GROUP][0] += low_half(halves);
+    q_sums[64 * j / GROUP][1] += high_half(halves);
+    q[j][i / 2][i % 2] = right_operand(halves);
   }
 }
 for (uint g = 0; g < GROUPS; ++g) {
@@ -119,17 +141,18 @@ while (at < end) {
   float score[2][2] = {{0.0f, 0.0f}, {0.0f, 0.0f}};
   float scales[2][GROUPS], biases[2][GROUPS];
   for (uint y = 0; y < 2; ++y) {
-    widen<GROUPS>(key_scales, k_scales[y], scales[y]);
-    widen<GROUPS>(key_biases, k_biases[y], biases[y]);
+    WIDEN_SCALES(key, k_scales, k_biases, y)
   }
   for (uint g = 0; g < GROUPS; ++g) {
     float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     for (uint j = g * GROUP / 64; j < (g + 1) * GROUP / 64; ++j) {
+      uint codes[2][CODE_WORDS];
+      for (uint y = 0; y < 2; ++y) spread<CODE_WORDS>(k[y][j], codes[y]);
       for (uint i = 0; i < 4; ++i) {
         uint a[4];
         for (uint n = 0; n < 4; ++n) {
           const uint pair = 2 * i + n / 2;
-          a[n] = two_codes<BITS>(k[n % 2][j][pair / PAIRS] >> (pair % PAIRS * BITS));
+          a[n] = two_codes<CODE_BITS>(codes[n % 2][pair / PAIRS] >> (pair % PAIRS * CODE_BITS));
         }
         multiply_add(c, a, q[j][i]);
       }
@@ -168,8 +191,7 @@ while (at < end) {
   }
 
   for (uint y = 0; y < 2; ++y) {
-    widen<GROUPS>(value_scales, v_scales[y], scales[y]);
-    widen<GROUPS>(value_biases, v_biases[y], biases[y]);
+    WIDEN_SCALES(value, v_scales, v_biases, y)
   }
   for (uint g = 0; g < GROUPS; ++g) {
     uint w[2];
@@ -184,12 +206,14 @@ while (at < end) {
       w[y] = right_operand(column < 4 ? halves : rest);
     }
     for (uint j = g * GROUP / 64; j < (g + 1) * GROUP / 64; ++j) {
+      uint codes[4][CODE_WORDS / 2];
+      for (uint n = 0; n < 4; ++n) spread<CODE_WORDS / 2>(v[n][j], codes[n]);
       for (uint i = 0; i < 4; ++i) {
         uint a[4];
         for (uint n = 0; n < 4; ++n) {
           const uint code = 2 * i + n % 2, word = code / (2 * PAIRS);
-          const uint both = same_halves(v[n / 2 * 2][j][word], v[n / 2 * 2 + 1][j][word], code / PAIRS % 2);
-          a[n] = two_codes<BITS>(both >> (code % PAIRS * BITS));
+          const uint both = same_halves(codes[n / 2 * 2][word], codes[n / 2 * 2 + 1][word], code / PAIRS % 2);
+          a[n] = two_codes<CODE_BITS>(both >> (code % PAIRS * CODE_BITS));
         }
         multiply_add(o[j][i], a, w);
       }
@@ -231,6 +255,8 @@ for (uint x = 0; x < 2; ++x) {
     simdgroup_barrier(mem_flags::mem_threadgroup);                                \
   }
 #include "attention_end.metal"
+#undef FETCH_SCALES
+#undef WIDEN_SCALES
 #undef FETCH_KEYS
 #undef FETCH_VALUES
 #undef ROW_BEFORE_END

@@ -77,12 +77,8 @@ METAL_FUNC void quantise(device uint* codes, device T* scales, device T* biases,
   decode(codes, scales, biases, lane, share, x);
 }
 
-// The lowest codes of a word's lower and upper 16 bits, as two halves: below the normal ones, a half is its bits times
-// 2^-24.
-template <int BITS>
-METAL_FUNC uint two_codes(uint word) { return word & (BITS == 8 ? 0x00ff00ffu : 0x000f000fu); }
-
-// The lower or the upper 16 bits of two words.
-METAL_FUNC uint same_halves(uint first, uint second, bool upper) {
-  return upper ? (first >> 16) | (second & 0xffff0000u) : (first & 0xffffu) | (second << 16);
+// N words of codes as products of matrices take them: as they are stored.
+template <int N>
+METAL_FUNC void spread(const thread uint* stored, thread uint* words) {
+  for (int i = 0; i < N; ++i) words[i] = stored[i];
 }

@@ -42,3 +42,13 @@ METAL_FUNC void multiply_add(thread float* c, const thread uint* a, const thread
     for (uint j = 0; j < 2; ++j) multiply_add_8x8(c + 2 * i, a[2 * j + i], b[j]);
   }
 }
+
+// The lowest codes of a word's lower and upper 16 bits, as two halves: below the normal ones, a half is its bits times
+// 2^-24.
+template <int BITS>
+METAL_FUNC uint two_codes(uint word) { return word & (BITS == 8 ? 0x00ff00ffu : 0x000f000fu); }
+
+// The lower or the upper 16 bits of two words.
+METAL_FUNC uint same_halves(uint first, uint second, bool upper) {
+  return upper ? (first >> 16) | (second & 0xffff0000u) : (first & 0xffffu) | (second << 16);
+}

@@ -36,8 +36,23 @@ for (uint i = 0; i < N; ++i) all_sums[simd][lane * N + i] = sums[i];
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
 const float gate = gate_of(float(scores[token * H + head]), SILU);
+#ifdef TURBO
+// One simdgroup turns the whole row back.
+if (simd == 0) {
+  for (uint i = 0; i < N; ++i) {
+    sums[i] = 0.0f;
+    for (uint j = 0; j < SIMDS; ++j) sums[i] += all_sums[j][lane * N + i];
+  }
+  hadamard<N>(lane, sums);
+  for (uint i = 0; i < N; ++i) {
+    const uint d = lane * N + i;
+    out[(token * H + head) * D + d] = T(sums[i] * sign_of(d) / total * gate);
+  }
+}
+#else
 for (uint d = thread_index_in_threadgroup; d < D; d += 32 * SIMDS) {
   float sum = 0.0f;
   for (uint j = 0; j < SIMDS; ++j) sum += all_sums[j][d];
   out[(token * H + head) * D + d] = T(sum / total * gate);
 }
+#endif

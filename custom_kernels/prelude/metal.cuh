@@ -64,6 +64,7 @@ METAL_FUNC T simd_max(T x) {
 namespace metal { namespace precise {
 METAL_FUNC float exp(float x) { return expf(x); }
 METAL_FUNC float rsqrt(float x) { return 1.0f / sqrtf(x); }
+METAL_FUNC float sqrt(float x) { return sqrtf(x); }
 } }
 
 namespace metal { namespace precise {
@@ -91,6 +92,13 @@ template <class T>
 METAL_FUNC T min(T a, T b) { return b < a ? b : a; }
 METAL_FUNC float abs(float x) { return fabsf(x); }
 METAL_FUNC float rint(float x) { return rintf(x); }
+}
+
+// Of turbo.metal: a permutation of bytes takes indices of 3 bits, or fills a byte with the top bit of one.
+METAL_FUNC uint look_up(uint codes, uint low, uint high) {
+  uint signs;
+  asm("prmt.b32 %0, %1, %2, 0xd9c8;" : "=r"(signs) : "r"(codes << 4), "r"(codes));
+  return __byte_perm(low, high, codes & 0x7777u) ^ signs;
 }
 
 // matrix.metal for tensor cores, which take a right operand by columns.

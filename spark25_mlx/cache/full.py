@@ -10,6 +10,7 @@ from .storage import LayerCache, put_rows
 
 if TYPE_CHECKING:
     from .quantized import QuantizedFullKVCache
+    from .turbo import TurboFullKVCache
 
 
 class GrowingKVCache(LayerCache):
@@ -44,6 +45,15 @@ class GrowingKVCache(LayerCache):
     def can_trim(self, n: int) -> bool:
         return n >= 0
 
+    def _encode_all(self, full: FullKVCache) -> None:
+        """Take over the tokens of a cache that is not quantised."""
+        for name in self._PER_SEQUENCE:
+            setattr(self, name, list(getattr(full, name)))
+        tokens = max(full.offsets)
+        if tokens:
+            keys, values = (x[:, :, :tokens] for x in full._values())
+            self._buffers = self._encode(keys, values)
+
     def _hold(self, buffers: list[mx.array], tokens: int) -> None:
         """Take over other buffers' first rows."""
         self._shared = True
@@ -54,15 +64,17 @@ class GrowingKVCache(LayerCache):
 class FullKVCache(GrowingKVCache):
     """All keys and values of a layer: buffers [B, KV, capacity, D]."""
 
-    def to_quantized(self, group_size: int = 64, bits: int = 8) -> QuantizedFullKVCache:
-        """A cache with the same tokens, quantised; this one does not change.
+    def to_quantized(self, group_size: int = 64, bits: int = 8) -> QuantizedFullKVCache | TurboFullKVCache:
+        """A cache with the same tokens in the format of `quantized_cache`; this one does not change.
 
         Raises:
-            ValueError: group_size or bits is not possible; see `QuantizedFullKVCache`.
+            ValueError: group_size or bits is not possible.
         """
-        from .quantized import QuantizedFullKVCache
+        from .quantized import quantized_cache
 
-        return QuantizedFullKVCache.from_full(self, group_size, bits)
+        cache = quantized_cache(group_size, bits)
+        cache._encode_all(self)
+        return cache
 
     @classmethod
     def from_native(cls, native: Any) -> FullKVCache:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from .full import FullKVCache, GrowingKVCache
+from .full import GrowingKVCache
 from .storage import KV
+from .turbo import TurboFullKVCache
 
+VARIABLE = "SPARK25_KV_FORMAT"
+_AFFINE, _TURBO = "affine", "turbo"
 _BITS = (4, 8)
 _GROUP_SIZES = (32, 64, 128)
 
@@ -66,18 +70,6 @@ class QuantizedFullKVCache(GrowingKVCache):
         self.group_size, self.bits = more
 
     @classmethod
-    def from_full(cls, full: FullKVCache, group_size: int = 64, bits: int = 8) -> QuantizedFullKVCache:
-        """The tokens of a cache that is not quantised."""
-        cache = cls(group_size, bits)
-        for name in cls._PER_SEQUENCE:
-            setattr(cache, name, list(getattr(full, name)))
-        tokens = max(full.offsets)
-        if tokens:
-            keys, values = (x[:, :, :tokens] for x in full._values())
-            cache._buffers = cache._encode(keys, values)
-        return cache
-
-    @classmethod
     def from_native(cls, native: Any) -> QuantizedFullKVCache:
         """The contents of an mlx-lm `QuantizedKVCache`."""
         keys, values, offset, group_size, bits = native.state
@@ -86,3 +78,25 @@ class QuantizedFullKVCache(GrowingKVCache):
             cache._repeat(keys[0].shape[0])
             cache._hold([*keys, *values], offset)
         return cache
+
+
+def quantized_cache(group_size: int = 64, bits: int = 8) -> QuantizedFullKVCache | TurboFullKVCache:
+    """An empty cache in the format that SPARK25_KV_FORMAT names, "affine" if none.
+
+    Args:
+        group_size: of affine rows; those of turbo have one scale.
+
+    Raises:
+        ValueError: group_size or bits is not possible, or there is no such format.
+    """
+    chosen = os.environ.get(VARIABLE, "").strip().lower() or _AFFINE
+    if chosen not in (_AFFINE, _TURBO):
+        raise ValueError(f"{VARIABLE} is {chosen!r}; it must be {_AFFINE} or {_TURBO}")
+    if chosen == _AFFINE:
+        return QuantizedFullKVCache(group_size, bits)
+    if bits != TurboFullKVCache.turbo_bits:
+        raise ValueError(
+            f"{VARIABLE}={_TURBO} has {TurboFullKVCache.turbo_bits} bits a value, and {bits} are asked for; "
+            f"use --kv-bits {TurboFullKVCache.turbo_bits} or {VARIABLE}={_AFFINE}"
+        )
+    return TurboFullKVCache()

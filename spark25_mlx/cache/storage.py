@@ -66,8 +66,12 @@ class LayerCache:
         return [keys, values]
 
     def _decode(self, arrays: list[mx.array]) -> KV:
-        """The inverse of `_encode`, as attention takes it."""
+        """Keys and values of such arrays, as kernels take them."""
         return arrays[0], arrays[1]
+
+    def _seen(self, arrays: list[mx.array]) -> KV:
+        """Keys and values of such arrays, as MLX's attention takes them."""
+        return self._decode(arrays)
 
     def _layout(self) -> tuple[int, int, mx.Dtype]:
         """Heads, width and dtype of the keys that were stored."""
@@ -120,6 +124,11 @@ class LayerCache:
         """Bytes of everything held."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
+    def token_bytes(self, n_kv_heads: int, head_dim: int, dtype: mx.Dtype) -> int:
+        """Bytes that the keys and values of one token take."""
+        token = mx.zeros((1, n_kv_heads, 1, head_dim), dtype)
+        return sum(x.nbytes for x in self._encode(token, token))
+
     # Writing.
 
     def append(self, keys: mx.array, values: mx.array) -> KV:
@@ -146,7 +155,7 @@ class LayerCache:
         self._fit(max(self.offsets) + length, rows)
         seen = self._store(rows, valid)
         self._advance(valid)
-        return self._decode(seen)
+        return self._seen(seen)
 
     def reserve(
         self, length: int, *, shape: tuple[int, int, int] | None = None, dtype: mx.Dtype | None = None

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import mlx.core as mx
 
 from .. import __version__
+from ..cache import TurboFullKVCache, quantized_cache
 from ..custom_kernels.backend import REFERENCE, backend_name, kernel_routes, one_line, without
 from ..fusions import FUSIONS, is_on
 from .bench_models import (
@@ -187,6 +188,14 @@ def _check_writable(flag: str, file: Path | None) -> None:
 # --- running ---
 
 
+def _of_full_layers(kv_bits: int | None) -> str:
+    """What the report says of the full layers' caches if they are not like the others."""
+    if kv_bits is None:
+        return ""
+    turbo = isinstance(quantized_cache(bits=kv_bits), TurboFullKVCache)
+    return f", full layers {kv_bits} bits{' (turbo)' if turbo else ''}"
+
+
 class _Progress:
     """A bar where stderr is a terminal and tqdm is installed, else a line for each case."""
 
@@ -267,7 +276,7 @@ class _Run:
             "model": subject.name,
             "weights": subject.weights,
             "weight_bytes": subject.weight_bytes,
-            "kv": f"{dtype}, full layers {self.kv_bits} bits" if self.kv_bits else dtype,
+            "kv": dtype + _of_full_layers(self.kv_bits),
             "batch": args.batch,
             "tokens": args.tokens,
             "repeats": args.repeats,

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
-from ..cache import FullKVCache, QuantizedFullKVCache
+from ..cache import FullKVCache, quantized_cache
 from ..checkpoint import check_folder
 from ..config import DEFAULT_PATTERN, FULL, MODEL_TYPES, SLIDING, ModelArgs
 from ..model import Model
@@ -216,7 +216,7 @@ def empty_cache(subject: Subject, side: str, kv_bits: int | None = None) -> list
     if kv_bits is None:
         return cache
     if side == OURS:
-        return [QuantizedFullKVCache(GROUP_SIZE, kv_bits) if isinstance(c, FullKVCache) else c for c in cache]
+        return [quantized_cache(GROUP_SIZE, kv_bits) if isinstance(c, FullKVCache) else c for c in cache]
     from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
     return [QuantizedKVCache(GROUP_SIZE, kv_bits) if isinstance(c, KVCache) else c for c in cache]
@@ -250,11 +250,10 @@ def available_memory() -> int:
     return min(limits)
 
 
-def _token_bytes(subject: Subject, kv_bits: int | None) -> float:
+def _token_bytes(subject: Subject, kv_bits: int | None) -> int:
     """Bytes of the keys and values of a token in one layer."""
-    elements = 2 * subject.args.kv_size
-    item = subject.dtype.size
-    return elements * (item if kv_bits is None else kv_bits / 8 + 2 * item / GROUP_SIZE)
+    cache = FullKVCache() if kv_bits is None else quantized_cache(GROUP_SIZE, kv_bits)
+    return cache.token_bytes(subject.args.num_key_value_heads, subject.args.head_dim, subject.dtype)
 
 
 def read_bytes(subject: Subject, context: int, batch: int, kv_bits: int | None) -> int:
