@@ -193,15 +193,15 @@ class Shape:
 
     @property
     def matrix_fits(self) -> bool:
-        """Whether products of matrices are the way here: not on Metal, where they are no faster than sums, but
-        the only one for turbo."""
+        """Whether products of matrices are the way here: for turbo always, else not on Metal, where they are
+        no faster than sums."""
         fits = self.head_dim % 64 == 0 and self.group_size % 64 == 0 and self.dtype != mx.float32
-        return self.quantised and fits and (self.turbo or backend_name() != "metal")
+        return self.quantised and self.rows_fit and fits and (self.turbo or backend_name() != "metal")
 
     @property
     def matrix(self) -> bool:
         kernel = _TURBO if self.turbo else _MATRIX
-        return self.matrix_fits and self.rows_fit and kernel.ready(*self.variant)
+        return self.matrix_fits and kernel.ready(*self.variant)
 
     @property
     def variant(self) -> tuple[Any, ...]:
@@ -320,7 +320,7 @@ def can_decode(shape: Shape) -> bool:
     if shape.turbo:
         return merges and shape.matrix
     if shape.quantised:
-        return merges and shape.rows_fit and (shape.matrix or _QUANTISED.ready(*shape.variant))
+        return merges and (shape.matrix or (shape.rows_fit and _QUANTISED.ready(*shape.variant)))
     if not _FINAL.ready(*shape.variant):
         return False
     # A window that one threadgroup can do never needs the others.

@@ -221,6 +221,21 @@ def test_filled_cache(subject: Subject, side: str, context: int, kv_bits: int | 
         assert set(offsets) == {context + steps}
 
 
+def test_cache_of_rotated_rows(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What SPARK25_KV_FORMAT chooses is what is measured, said and counted."""
+    affine = bench_models.read_bytes(subject, 1000, 1, 4)
+    monkeypatch.setenv("SPARK25_KV_FORMAT", "turbo")
+    turbo = bench_models.read_bytes(subject, 1000, 1, 4)
+    args, layers = subject.args, subject.args.layer_types.count("full_attention")
+    of_scales = 2 * args.num_key_value_heads * subject.dtype.size
+    assert affine - turbo == layers * 1000 * of_scales * (2 * args.head_dim // 64 - 1)
+    names = [type(c).__name__ for c in bench_models.filled_cache(subject, "ours", 70, 1, 4)]
+    assert names.count("TurboFullKVCache") == layers
+    assert bench._of_full_layers(4) == ", full layers 4 bits (turbo)"
+    monkeypatch.delenv("SPARK25_KV_FORMAT")
+    assert bench._of_full_layers(4) == ", full layers 4 bits"
+
+
 @pytest.mark.parametrize("side", BOTH)
 def test_prefill_covers_the_prompt(subject: Subject, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_timing, "PREFILL_STEP", 16)

@@ -118,6 +118,37 @@ def test_quantised_caches(name: str, bits: int) -> None:
     assert all(c.offset == tokens.shape[1] for c in cache)
 
 
+@pytest.mark.parametrize(
+    ("name", "kv_format", "bits", "kernels"),
+    [
+        ("cuda", "affine", 8, {"decode_attention_matrix", "merge_gate"}),
+        ("cuda", "affine", 4, {"decode_attention_matrix", "merge_gate"}),
+        ("metal", "affine", 8, {"decode_attention_quantised", "merge_gate"}),
+        ("cuda", "turbo", 4, {"decode_attention_turbo", "merge_gate_turbo"}),
+        ("metal", "turbo", 4, {"decode_attention_turbo", "merge_gate_turbo"}),
+    ],
+)
+def test_quantised_caches_of_half_precision(
+    name: str, kv_format: str, bits: int, kernels: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the test above; rotated rows are a format for these only."""
+    monkeypatch.setenv("SPARK25_KV_FORMAT", kv_format)
+    model = build(CONFIG, random_weights(CONFIG), mx.float16)
+    model.eval()
+    tokens = random_tokens(CONFIG, PROMPT + 14)
+    chunks = [PROMPT, *[1] * 6, 3, 1, 4]
+    caches = [
+        [c.to_quantized(64, bits) if isinstance(c, FullKVCache) else c for c in model.make_cache()]
+        for _ in range(2)
+    ]
+    reference = run(model, tokens, chunks, caches[0])
+    with simulated(name) as launched:
+        ours = run(model, tokens, chunks, caches[1])
+    assert kernels <= launched
+    np.testing.assert_allclose(ours, reference, atol=(1e-2 if bits == 8 else 3e-2) * np.abs(reference).max())
+    assert all(c.offset == tokens.shape[1] for c in caches[1])
+
+
 @pytest.mark.parametrize("name", ["cuda", "metal"])
 def test_generate_step(name: str) -> None:
     """mlx-lm's loop, whose caches are quantised on the way, gives the same logits for the same tokens."""

@@ -35,7 +35,7 @@ from ..custom_kernels.backend import (
     relative_difference,
     switched_off,
 )
-from ..custom_kernels.decode_attention import PLAIN, Shape, bind_decode_attention, split_count
+from ..custom_kernels.decode_attention import PLAIN, TURBO, Shape, bind_decode_attention, split_count
 from ..custom_kernels.decode_linear import (
     Weight,
     bind_linear_add,
@@ -52,6 +52,7 @@ from ..custom_kernels.head_gate import (
 )
 from ..custom_kernels.qkv_rope import qkv_rope, qkv_rope_append, qkv_rope_reference
 from ..custom_kernels.rope import rope_cos_sin, rope_table, rope_turns
+from ..custom_kernels.turbo import turbo_dequantize, turbo_quantize
 from ..fusions import is_on
 from .bench_models import SHAPES
 
@@ -61,13 +62,13 @@ _DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 # (bits, group size) of the linear layers: plain, and mlx-lm's default quantisations.
 _FORMATS = ((16, 0), (8, 64), (4, 64))
 # Kernels whose check reads through MLX what the kernel has written into an input.
-_OVER_CODES = ("decode_attention_quantised", "decode_attention_matrix")
+_OVER_CODES = ("decode_attention_quantised", "decode_attention_matrix", "decode_attention_turbo")
 _ATTENDING = ("decode_attention", "decode_attention_final", *_OVER_CODES)
 IN_PLACE = ("qkv_rope_append", *_ATTENDING)
-_ATTENTION = (*_ATTENDING, "merge_gate")
+_ATTENTION = (*_ATTENDING, "merge_gate", "merge_gate_turbo")
 _LINEAR = ("norm_qkv", "norm_geglu", "linear_add")
-# Formats of quantised caches, in mlx-lm's default groups.
-_KV_FORMATS = ((8, 64), (4, 64))
+# Formats of quantised caches; affine ones in mlx-lm's default groups.
+_KV_FORMATS = ((8, 64), (4, 64), TURBO)
 # Tokens in the cache of a timed call, and where the attention is one kernel at any length.
 _OFFSETS = (4096, 512)
 # The mx ops round between their steps, where the kernels do not: relative to the largest magnitude.
@@ -196,7 +197,7 @@ def variants(args: ModelArgs, formats: Sequence[Format], dtypes: Sequence[mx.Dty
         (*head, 1, *kv_format)
         for head, kind in zip(heads, args.rope, strict=False)
         for kv_format in _KV_FORMATS
-        if kind == FULL and _shape(args, kind, kv_format).rows_fit
+        if kind == FULL
     ]
     linear = {
         name + "_quantised" * quantised: [key for key in formats if (key[0] != 16) == quantised]
@@ -213,27 +214,36 @@ def variants(args: ModelArgs, formats: Sequence[Format], dtypes: Sequence[mx.Dty
         "decode_attention_final": heads,
         **dict.fromkeys(_OVER_CODES, over_codes),
         "merge_gate": gates,
+        "merge_gate_turbo": gates,
         **linear,
     }
     return {
         "rope_table": [(dims,) for dims in rotary],
         "add_rms_norm": [(dtype, delta) for dtype in dtypes for delta in (None, dtype)],
         **{
-            name: [
-                (dtype, *key)
-                for dtype in dtypes
-                for key in keys
-                if name not in _OVER_CODES or _over_codes(args, key[-2:], dtype) == name
-            ]
+            name: [(dtype, *key) for dtype in dtypes for key in keys if _is_used(args, name, dtype, key)]
             for name, keys in rest.items()
         },
     }
 
 
-def _over_codes(args: ModelArgs, kv_format: Format, dtype: mx.Dtype) -> str:
-    """The kernel that attends to a cache of this format."""
+def _is_used(args: ModelArgs, kernel: str, dtype: mx.Dtype, key: Key) -> bool:
+    """Whether a variant of a kernel that depends on the cache's format is the one for this dtype."""
+    if kernel == "merge_gate_turbo":
+        return _over_codes(args, TURBO, dtype) is not None
+    return kernel not in _OVER_CODES or _over_codes(args, key[-2:], dtype) == kernel
+
+
+def _over_codes(args: ModelArgs, kv_format: Format, dtype: mx.Dtype) -> str | None:
+    """The kernel that attends to a quantised cache of a full layer, if one does."""
+    if FULL not in args.rope or not _fits(args.head_dim):
+        return None
     shape = replace(_shape(args, FULL, kv_format), dtype=dtype)
-    return _OVER_CODES[shape.matrix_fits]
+    if shape.turbo:
+        return "decode_attention_turbo" if shape.matrix_fits else None
+    if not shape.rows_fit:
+        return None
+    return "decode_attention_matrix" if shape.matrix_fits else "decode_attention_quantised"
 
 
 def _fits(head_dim: int) -> bool:
@@ -407,10 +417,10 @@ def cases(args: ModelArgs, formats: Sequence[Format]) -> Iterator[Case]:
             kernels = ("decode_attention_final",) if final else ("decode_attention", "merge_gate")
             yield Case(kernels, size, partial(_decode_attention, args, kind, offset))
     for kv_format in _KV_FORMATS:
-        if FULL in args.rope and _fits(D) and _shape(args, FULL, kv_format).rows_fit:
-            offset = _OFFSETS[0]
-            kernels = (_over_codes(args, kv_format, _DTYPES[0]), "merge_gate")
-            size = f"{offset} keys, {kv_format[0]} bits"
+        if (kernel := _over_codes(args, kv_format, _DTYPES[0])) is not None:
+            offset, turbo = _OFFSETS[0], kv_format == TURBO
+            kernels = (kernel, "merge_gate_turbo" if turbo else "merge_gate")
+            size = f"{offset} keys, {kv_format[0]} bits{', turbo' if turbo else ''}"
             yield Case(kernels, size, partial(_decode_attention, args, FULL, offset, kv_format))
     for bits, group_size in formats:
         # MLX quantises whole groups.
@@ -518,7 +528,11 @@ def _decode_attention(args: ModelArgs, kind: str, offset: int, kv_format: Format
     table = rope_table(ours.positions, 1, turns)
     bits, group_size = kv_format
     rows: list[Any] = [ours.keys, ours.values]
-    if shape.quantised:
+    if shape.turbo:
+        rows = [turbo_quantize(x) for x in rows]
+        theirs.keys, theirs.values = (turbo_dequantize(*x).astype(qkv.dtype) for x in rows)
+        mx.eval(rows, theirs.keys, theirs.values)
+    elif shape.quantised:
         rows = [mx.quantize(x, group_size=group_size, bits=bits) for x in rows]
         theirs.keys, theirs.values = (
             mx.dequantize(codes, scales, biases, group_size=group_size, bits=bits)

@@ -17,9 +17,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from spark25_mlx.cache import LayerCache, QuantizedFullKVCache, SlidingKVCache, storage
+from spark25_mlx.cache import LayerCache, QuantizedFullKVCache, SlidingKVCache, TurboFullKVCache, storage
 from spark25_mlx.custom_kernels.backend import REFERENCE
 from spark25_mlx.custom_kernels.qkv_rope import qkv_rope_append
+from spark25_mlx.custom_kernels.turbo import turbo_quantize
 from tests.kernels.backends import GPU, Backend
 
 KV, D = 2, 32
@@ -48,6 +49,8 @@ def tags_of(keys: np.ndarray) -> np.ndarray:
 def stored(cache: LayerCache, tags: Any) -> list[np.ndarray]:
     """What the buffers of a cache hold for tags [B, n]: arrays [B, KV, n, ...]."""
     arrays = [keys_of(tags), values_of(tags)]
+    if isinstance(cache, TurboFullKVCache):
+        return [np.array(part) for x in arrays for part in turbo_quantize(mx.array(x))]
     if not isinstance(cache, QuantizedFullKVCache):
         return arrays
     quantize = partial(mx.quantize, group_size=cache.group_size, bits=cache.bits)
@@ -182,7 +185,7 @@ class KernelWrites:
     def write(self, cache: LayerCache, tags: np.ndarray) -> None:
         """Append tokens [B, L] in place."""
         length = tags.shape[1]
-        is_quantised = isinstance(cache, QuantizedFullKVCache)
+        is_quantised = isinstance(cache, QuantizedFullKVCache | TurboFullKVCache)
         if is_quantised and self._backend.name == GPU:
             cache.append(mx.array(keys_of(tags)), mx.array(values_of(tags)))
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -9,7 +10,8 @@ import mlx_lm.models.cache as native
 import numpy as np
 import pytest
 
-from spark25_mlx.cache import FullKVCache, LayerCache, QuantizedFullKVCache, SlidingKVCache
+from spark25_mlx.cache import FullKVCache, LayerCache, QuantizedFullKVCache, SlidingKVCache, TurboFullKVCache
+from spark25_mlx.custom_kernels.turbo import turbo_dequantize, turbo_quantize
 
 from .reference import KV, D, Sequence_, check_append, flat, keys_of, stored, values_of
 
@@ -191,6 +193,62 @@ def test_what_cannot_be_quantised_is_refused() -> None:
     assert full.to_quantized(group_size=32, bits=4).bits == 4
     assert not hasattr(SlidingKVCache(8), "to_quantized")
     assert not hasattr(QuantizedFullKVCache(32, 8), "to_quantized")
+
+
+def test_rotated_rows(tmp_path: Path) -> None:
+    """`append` gives back what the stored rows stand for, however they got there, and after going back."""
+    keys, values = (mx.random.normal((2, 3, 50, 64), key=mx.random.key(i)) for i in (0, 1))
+    want = [np.array(turbo_dequantize(*turbo_quantize(x))) for x in (keys, values)]
+    cache = TurboFullKVCache()
+    for start, end in ((0, 30), (30, 31), (31, 44)):
+        seen = cache.append(keys[:, :, start:end], values[:, :, start:end])
+        for x, y in zip(seen, want, strict=True):
+            np.testing.assert_allclose(np.array(x), y[:, :, :end], atol=1e-5)
+    full = FullKVCache()
+    full.append(keys[:, :, :44], values[:, :, :44])
+    converted = TurboFullKVCache()
+    converted._encode_all(full)
+    native.save_prompt_cache(str(tmp_path / "file.safetensors"), [cache])
+    (loaded,) = native.load_prompt_cache(str(tmp_path / "file.safetensors"))
+    assert type(loaded) is TurboFullKVCache
+    for other in (
+        cache.copy(),
+        converted,
+        loaded,
+        cache.extract(0).merge([cache.extract(0), cache.extract(1)]),
+    ):
+        assert other.trim(4) == 4
+        seen = other.append(keys[:, :, 40:], values[:, :, 40:])
+        assert other.offsets == [50, 50]
+        for x, y in zip(seen, want, strict=True):
+            np.testing.assert_allclose(np.array(x), y, atol=1e-5)
+    assert cache.offsets == [44, 44]
+    (codes, scales), _ = cache.reserve(1, shape=(2, 3, 64), dtype=mx.float32)
+    assert codes.dtype == mx.uint32 and codes.shape == (2, 3, 256, 8) and scales.shape == (2, 3, 256, 1)
+    with pytest.raises(ValueError, match="the cache holds"):
+        cache.reserve(1, shape=(2, 3, 32), dtype=mx.float32)
+    assert cache.token_bytes(3, 64, mx.float32) == 2 * 3 * (64 // 2 + 4)
+    with pytest.raises(
+        ValueError, match=r"head_dim of the keys is 96; turbo takes one of \(32, 64, 128, 256\)"
+    ):
+        TurboFullKVCache().append(mx.zeros((1, 1, 1, 96)), mx.zeros((1, 1, 1, 96)))
+
+
+def test_format_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = FullKVCache()
+    full.append(*tokens(1, 2))
+    for value in ("", "affine", " Affine "):
+        monkeypatch.setenv("SPARK25_KV_FORMAT", value)
+        assert type(full.to_quantized(group_size=32, bits=4)) is QuantizedFullKVCache
+    monkeypatch.setenv("SPARK25_KV_FORMAT", "turbo")
+    cache = full.to_quantized(group_size=32, bits=4)
+    assert type(cache) is TurboFullKVCache and cache.offsets == [2]
+    assert not hasattr(cache, "to_quantized") and not hasattr(cache, "bits")
+    with pytest.raises(ValueError, match="SPARK25_KV_FORMAT=turbo has 4 bits a value, and 8 are asked for"):
+        full.to_quantized(group_size=32, bits=8)
+    monkeypatch.setenv("SPARK25_KV_FORMAT", "fast")
+    with pytest.raises(ValueError, match="SPARK25_KV_FORMAT is 'fast'; it must be affine or turbo"):
+        full.to_quantized()
 
 
 def test_what_mlx_lm_kept_in_full() -> None:

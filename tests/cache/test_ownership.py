@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from spark25_mlx.cache import FullKVCache, LayerCache, QuantizedFullKVCache, SlidingKVCache
+from spark25_mlx.cache import FullKVCache, LayerCache, QuantizedFullKVCache, SlidingKVCache, TurboFullKVCache
 
 from .reference import KV, D, KernelWrites, flat, kernel_writes, keys_of, values_of
 
@@ -28,10 +28,10 @@ def addresses(cache: LayerCache) -> list[int]:
     return [address(x) for x in flat(cache.reserve(1))]
 
 
-CACHES = [FullKVCache, lambda: SlidingKVCache(8, 4), lambda: QuantizedFullKVCache(32, 8)]
+CACHES = [FullKVCache, lambda: SlidingKVCache(8, 4), lambda: QuantizedFullKVCache(32, 8), TurboFullKVCache]
 
 
-@pytest.fixture(params=CACHES, ids=["full", "sliding", "quantised"])
+@pytest.fixture(params=CACHES, ids=["full", "sliding", "quantised", "turbo"])
 def cache(request: pytest.FixtureRequest) -> LayerCache:
     return filled(request.param(), 20)
 
@@ -130,7 +130,11 @@ def test_reserve_of_an_empty_cache_needs_shape_and_dtype() -> None:
     assert keys.dtype == mx.bfloat16
 
 
-@pytest.mark.parametrize("cache", [FullKVCache(), QuantizedFullKVCache(32)], ids=["full", "quantised"])
+@pytest.mark.parametrize(
+    "cache",
+    [FullKVCache(), QuantizedFullKVCache(32), TurboFullKVCache()],
+    ids=["full", "quantised", "turbo"],
+)
 def test_reserve_refuses_what_the_buffers_do_not_hold(cache: LayerCache) -> None:
     """A kernel would write its own rows into them."""
     rows = mx.ones((2, 3, 5, 64))

@@ -13,7 +13,13 @@ import pytest
 from mlx_lm.generate import generate_step, maybe_quantize_kv_cache
 
 from spark25_mlx import cli
-from spark25_mlx.cache import FullKVCache, LayerCache, QuantizedFullKVCache, SlidingKVCache
+from spark25_mlx.cache import (
+    FullKVCache,
+    LayerCache,
+    QuantizedFullKVCache,
+    SlidingKVCache,
+    TurboFullKVCache,
+)
 from spark25_mlx.model import Model
 from tests.tiny import F, S, build, random_weights, tiny_config
 
@@ -94,6 +100,36 @@ def test_generate(bits: str, checkpoint: Path, capsys: pytest.CaptureFixture[str
     arguments = ["--model", str(checkpoint), "-p", "hello " * 30, "-m", "5", "--quantized-kv-start", "0"]
     assert cli.main(["generate", *arguments, "--kv-bits", bits]) == 0
     assert "Generation: 5 tokens" in capsys.readouterr().out
+
+
+def test_rotated_rows(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPARK25_KV_FORMAT chooses them for --kv-bits 4; there are none of other bits."""
+    monkeypatch.setenv("SPARK25_KV_FORMAT", "turbo")
+    arguments = ["--model", str(checkpoint), "-p", "hello " * 30, "-m", "5", "--quantized-kv-start", "0"]
+    assert cli.main(["generate", *arguments, "--kv-bits", "4"]) == 0
+    assert "Generation: 5 tokens" in capsys.readouterr().out
+    assert cli.main(["generate", *arguments, "--kv-bits", "8"]) == 1
+    assert "SPARK25_KV_FORMAT=turbo has 4 bits a value, and 8 are asked for" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kv_format", ["affine", "turbo"])
+def test_bytes_and_distance_of_four_bits(kv_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotated rows have fewer bytes and are no farther from what an unquantised cache gives."""
+    monkeypatch.setenv("SPARK25_KV_FORMAT", kv_format)
+    dtype = mx.float32
+    exact = copy.deepcopy(cache_of(dtype, 1024))
+    cache: list[LayerCache] = copy.deepcopy(cache_of(dtype, 1024))
+    maybe_quantize_kv_cache(cache, 0, 64, 4)
+    assert type(cache[1]) is (TurboFullKVCache if kv_format == "turbo" else QuantizedFullKVCache)
+    size = sum(x.nbytes for x in cache[1].state[0]) / 1024
+    assert size == 2 * (64 / 2 + (4 if kv_format == "turbo" else 8))
+    tokens = mx.array([prompt_of(100, 3)])
+    logits, wanted = (np.array(model_in(dtype)(tokens, c)) for c in (cache, exact))
+    distance = float(np.sqrt(np.square(logits - wanted).mean() / np.square(wanted).mean()))
+    print(f"\n{kv_format}: distance {distance:.1e}, {size:g} bytes a token")
+    assert 0 < distance < 0.03
 
 
 def test_bits_that_do_not_exist(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

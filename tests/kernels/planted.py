@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from spark25_mlx.custom_kernels.add_rms_norm import add_rms_norm
 from spark25_mlx.custom_kernels.backend import Factory
+from spark25_mlx.custom_kernels.decode_attention import TURBO
 from spark25_mlx.custom_kernels.decode_linear import linear_add, norm_geglu, norm_qkv
 from spark25_mlx.custom_kernels.geglu import geglu
 from spark25_mlx.custom_kernels.head_gate import head_gate, project_gate
@@ -123,6 +124,15 @@ def _matrix_attention() -> None:
     test_quantised_attention.check_magnitudes(_SIMULATOR, mx.bfloat16, 8)
 
 
+def _turbo_attention(*splits: int) -> None:
+    bits, group = TURBO
+    small = test_quantised_attention.Case(
+        [9, 0, 40], L=2, n_heads=4, n_kv_heads=2, splits=splits, bits=bits, group=group
+    )
+    for case in (small, replace(small, D=256, dtype=mx.float16)):
+        test_quantised_attention.check(_SIMULATOR, case)
+
+
 def _norm_qkv(bits: int, group: int) -> None:
     weight = random_weight(35, 192, mx.bfloat16, bits, group, 1)
     gate_weight = random((5, 192), mx.bfloat16, 2, 192**-0.5)
@@ -161,6 +171,8 @@ _TESTS: dict[str, Callable[[], None]] = {
     "decode_attention_final": partial(_decode_attention, 1),
     "decode_attention_quantised": partial(_quantised_attention, 32),
     "decode_attention_matrix": _matrix_attention,
+    "decode_attention_turbo": partial(_turbo_attention, 1, 8),
+    "merge_gate_turbo": partial(_turbo_attention, 8),
     "merge_gate": partial(_decode_attention, 8, 64),
     "norm_qkv": partial(_norm_qkv, 16, 0),
     "norm_qkv_quantised": partial(_norm_qkv, 4, 32),
@@ -312,6 +324,35 @@ TABLE: tuple[Planted, ...] = (
             "mask < 16; mask = mask == 2 ? 4 : mask * 4) x +=", WRONG_VALUES),
     Planted("decode_attention_matrix", "left operand's tiles exchanged", "a[2 * j + i]", "a[2 * i + j]",
             WRONG_VALUES),
+    # Rotated rows
+    Planted("decode_attention_turbo", "queries and keys rotated without signs",
+            "rotated[r][lane + 32 * i] * sign_of(lane + 32 * i)", "rotated[r][lane + 32 * i]", WRONG_VALUES),
+    Planted("decode_attention_turbo", "values not rotated", "hadamard<N>(lane, value);\n", "", WRONG_VALUES),
+    Planted("decode_attention_turbo", "rotation without its last exchange",
+            "for (uint mask = 1; mask < 32; mask *= 2) {\nconst float other",
+            "for (uint mask = 1; mask < 16; mask *= 2) {\nconst float other", WRONG_VALUES),
+    Planted("decode_attention_turbo", "scale of the values for the keys", "-MIDDLE * scales[y][g]",
+            "-MIDDLE * scales[0][g]", WRONG_VALUES),
+    Planted("decode_attention_turbo", "middle half a step off", "MIDDLE = 127.5f", "MIDDLE = 128.0f",
+            WRONG_VALUES),
+    Planted("decode_attention_turbo", "complement forgotten", "? 255u - byte : byte", "? byte : byte",
+            WRONG_VALUES),
+    Planted("decode_attention_turbo", "codes of the other half word", "i % 2 * 16", "(1 - i % 2) * 16",
+            WRONG_VALUES),
+    Planted("decode_attention_turbo", "threshold at the level",
+            "float((both & 0xffu) + ((both >> 8) & 0xffu))", "float((both & 0xffu) + (both & 0xffu))",
+            WRONG_VALUES),
+    Planted("decode_attention_turbo", "scale of the deviation", "squares / simd_sum(found)",
+            "squares / (float(32 * N) * STEPS * STEPS)", WRONG_VALUES),
+    Planted("decode_attention_turbo", "every lane its own scale", "squares / simd_sum(found)",
+            "squares / (found * 32.0f)", WRONG_VALUES),
+    Planted("decode_attention_turbo", "new token seen before it was stored",
+            "x[i] = float(levels_of(code) & 0xffu) - MIDDLE;\nfound += x[i] * x[i];",
+            "const float y = float(levels_of(code) & 0xffu) - MIDDLE;\nfound += y * y;", WRONG_VALUES),
+    Planted("merge_gate_turbo", "not rotated back", "hadamard<N>(lane, sums);\n", "", WRONG_VALUES),
+    Planted("merge_gate_turbo", "rotated back without signs", "sums[i] * sign_of(d)", "sums[i]",
+            WRONG_VALUES),
+    Planted("merge_gate_turbo", "no barrier before the sum", _BARRIER, "", Kind.UNINITIALISED),
     # Strides and indices
     Planted("geglu", "stride of one half", "row * (2 * I) + i", "row * I + i", WRONG_VALUES),
     Planted("geglu", "no bounds check", "if (i >= I) return;\n", "", Kind.OUT_OF_BOUNDS),

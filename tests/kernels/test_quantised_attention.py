@@ -10,16 +10,13 @@ import numpy as np
 import pytest
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
-from spark25_mlx.custom_kernels.decode_attention import (
-    can_decode,
-)
+from spark25_mlx.custom_kernels.decode_attention import TURBO, can_decode
+from spark25_mlx.custom_kernels.turbo import turbo_quantize
 from tests import metal_sim
-from tests.kernels import test_decode_attention, test_head_gate, test_qkv_rope
+from tests.kernels import test_decode_attention, test_head_gate, test_qkv_rope, test_turbo
 from tests.kernels.backends import SIMULATOR, Backend, simulated
 from tests.kernels.rounding import DTYPES, assert_rounded_once, random, rounded, to_float64, ulp
 from tests.kernels.test_decode_attention import FP32_ERROR, THETA, Inputs, attention, run
-
-Triple = tuple[mx.array, mx.array, mx.array]
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 
@@ -37,33 +34,39 @@ class Case(test_decode_attention.Case):
         object.__setattr__(self, "dims", self.D // 2)
 
 
-def quantise(x: mx.array, case: Case) -> Triple:
+def quantise(x: mx.array, case: Case) -> tuple[mx.array, ...]:
     with mx.stream(mx.cpu):
-        packed = mx.quantize(x, group_size=case.group, bits=case.bits)
+        if case.shape.turbo:
+            packed = turbo_quantize(x)
+        else:
+            packed = tuple(mx.quantize(x, group_size=case.group, bits=case.bits))
         mx.eval(packed)
-    return packed[0], packed[1], packed[2]
+    return packed
 
 
-def decoded(rows: Triple, case: Case) -> np.ndarray:
-    """Element by element from the codes: scale * code + bias."""
-    codes, scales, biases = rows
+def decoded(rows: tuple[mx.array, ...], case: Case) -> np.ndarray:
+    """From the codes: scale * code + bias, or a level times the row's scale, rotated back."""
+    codes, scales, *biases = rows
     shifts = np.arange(0, 32, case.bits, dtype=np.uint32)
     numbers = (np.array(codes)[..., None] >> shifts) & np.uint32((1 << case.bits) - 1)
-    scale, bias = (np.repeat(to_float64(x), case.group, axis=-1) for x in (scales, biases))
-    return scale * numbers.reshape(scale.shape) + bias
+    numbers = numbers.reshape(*codes.shape[:-1], case.D)
+    if case.shape.turbo:
+        return test_turbo.levels()[numbers] * to_float64(scales) @ test_turbo.rotation(case.D)
+    scale, bias = (np.repeat(to_float64(x), case.group, axis=-1) for x in (scales, *biases))
+    return scale * numbers + bias
 
 
-def make_rows(case: Case, seed: int, unseen: float) -> Triple:
+def make_rows(case: Case, seed: int, unseen: float) -> tuple[mx.array, ...]:
     """A random buffer, quantised; rows that no token may see have scales that are `unseen`."""
     B = len(case.positions)
-    codes, scales, biases = quantise(
+    codes, scales, *biases = quantise(
         random((B, case.n_kv_heads, case.capacity, case.D), case.dtype, seed, 1.5), case
     )
     before = np.arange(case.capacity) < np.array(case.positions)[:, None]
     seen = mx.array(before[:, None, :, None])
     scales = mx.where(seen, scales, mx.array(unseen, case.dtype))
     mx.eval(scales)
-    return codes, scales, biases
+    return codes, scales, *biases
 
 
 def check(backend: Backend, case: Case) -> None:
@@ -92,18 +95,26 @@ def check_call(backend: Backend, case: Case, splits: int | None) -> None:
             same = np.array(new.astype(mx.float32)).transpose(0, 2, 1, 3)[~written]
             np.testing.assert_array_equal(same, was.transpose(0, 2, 1, 3)[~written])
 
-    # Values are quantised bit for bit as MLX's CPU does it; keys are rotated and rounded before.
-    exact_values = quantise(mx.array(v.astype(np.float32)).astype(case.dtype), case)
     key_rows, value_rows = (decoded(rows, case) for rows in after)
-    steps = np.repeat(np.abs(to_float64(after[0][1])), case.group, axis=-1)
-    for b, start in enumerate(case.positions):
-        where = slice(start, start + case.L)
-        for new, exact in zip(after[1], exact_values, strict=True):
-            np.testing.assert_array_equal(to_float64(new)[b, :, where], to_float64(exact)[b])
-        # Half a step, an edge that is not met, and 255 steps of a rounded scale.
-        assert np.all(
-            np.abs(key_rows[b, :, where] - k[b]) <= 1.6 * steps[b, :, where] + ulp(k[b], case.dtype)
-        )
+    steps = np.zeros(1)
+    if case.shape.turbo:
+        for new, row in ((after[0], k), (after[1], v)):
+            for b, start in enumerate(case.positions):
+                own = tuple(x[b, :, start : start + case.L] for x in new)
+                # Keys are rounded after the rotary embedding.
+                test_turbo.assert_nearest(own, rounded(row[b], case.dtype), 0.0 if row is v else 2.0**-7)
+    else:
+        # Values are quantised bit for bit as MLX's CPU does it; keys are rotated and rounded before.
+        exact_values = quantise(mx.array(v.astype(np.float32)).astype(case.dtype), case)
+        steps = np.repeat(np.abs(to_float64(after[0][1])), case.group, axis=-1)
+        for b, start in enumerate(case.positions):
+            where = slice(start, start + case.L)
+            for new, exact in zip(after[1], exact_values, strict=True):
+                np.testing.assert_array_equal(to_float64(new)[b, :, where], to_float64(exact)[b])
+            # Half a step, an edge that is not met, and 255 steps of a rounded scale.
+            assert np.all(
+                np.abs(key_rows[b, :, where] - k[b]) <= 1.6 * steps[b, :, where] + ulp(k[b], case.dtype)
+            )
 
     exact = attention(case, rounded(q, case.dtype), key_rows, value_rows)
     gates = test_head_gate.oracle(np.ones_like(exact), to_float64(scores), case.mode)
@@ -121,8 +132,8 @@ def check_call(backend: Backend, case: Case, splits: int | None) -> None:
     assert_rounded_once(out, exact, case.dtype, error)
 
 
-# Both kernels: sums of a lane, and products of matrices.
-groups = pytest.mark.parametrize("group", [32, 64], ids=["sums", "matrices"])
+# Both kernels, sums of a lane and products of matrices, and the latter with rotated rows.
+kv_formats = pytest.mark.parametrize("kv_format", [(8, 32), (4, 32), (8, 64), (4, 64), TURBO], ids=str)
 
 FORMATS = [
     (32, 8, 32),
@@ -144,30 +155,42 @@ def test_formats(backend: Backend, dtype: mx.Dtype, D: int, bits: int, group: in
     check(backend, Case([9, 0, 40], L=2, n_heads=2, D=D, bits=bits, group=group, dtype=dtype))
 
 
-@groups
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_turbo_of_all_widths(backend: Backend, dtype: mx.Dtype, D: int) -> None:
+    bits, group = TURBO
+    check(backend, Case([9, 0, 40], L=2, n_heads=2, D=D, bits=bits, group=group, dtype=dtype))
+
+
+@kv_formats
 @pytest.mark.parametrize("L", range(1, 9))
-def test_tokens_of_one_call(backend: Backend, L: int, bits: int, group: int) -> None:
+def test_tokens_of_one_call(backend: Backend, L: int, kv_format: tuple[int, int]) -> None:
     """Ragged, up to the buffer's last row."""
+    bits, group = kv_format
     check(backend, Case([0, 1, 30, 64 - L], L=L, n_heads=2, bits=bits, group=group))
 
 
-@groups
+@kv_formats
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(1, 1), (3, 1), (4, 2), (8, 1), (16, 4)])
-def test_groups(backend: Backend, n_heads: int, n_kv_heads: int, group: int) -> None:
-    check(backend, Case([0, 9, 40], n_heads=n_heads, n_kv_heads=n_kv_heads, mode="silu", group=group))
+def test_groups(backend: Backend, n_heads: int, n_kv_heads: int, kv_format: tuple[int, int]) -> None:
+    bits, group = kv_format
+    heads = {"n_heads": n_heads, "n_kv_heads": n_kv_heads}
+    check(backend, Case([0, 9, 40], **heads, mode="silu", bits=bits, group=group))
 
 
-@groups
+@kv_formats
 @pytest.mark.parametrize("splits", [1, 2, 8, 64])
-def test_splits(backend: Backend, splits: int, group: int) -> None:
+def test_splits(backend: Backend, splits: int, kv_format: tuple[int, int]) -> None:
+    bits, group = kv_format
     positions = [0, 5, 15, 16, 17, 31, 32, 33, 200]
-    check(backend, Case(positions, n_heads=2, capacity=202, L=2, splits=(splits,), group=group))
+    check(backend, Case(positions, n_heads=2, capacity=202, L=2, splits=(splits,), group=group, bits=bits))
 
 
-@pytest.mark.parametrize(("bits", "n_keys"), [(8, 2_000), (4, 2_000), (8, 5_000), (4, 5_000)])
-def test_many_keys(backend: Backend, bits: int, n_keys: int) -> None:
-    case = Case([n_keys], n_heads=4, D=256, capacity=n_keys + 1, bits=bits, group=64, splits=(None,))
+@pytest.mark.parametrize("n_keys", [2_000, 5_000])
+@pytest.mark.parametrize("kv_format", [(8, 64), (4, 64), TURBO], ids=str)
+def test_many_keys(backend: Backend, kv_format: tuple[int, int], n_keys: int) -> None:
+    bits, group = kv_format
+    case = Case([n_keys], n_heads=4, D=256, capacity=n_keys + 1, bits=bits, group=group, splits=(None,))
     check(backend, case)
 
 
@@ -211,7 +234,7 @@ def test_where_products_of_matrices_are_the_way() -> None:
         assert not test_decode_attention.Case([0], D=64, dtype=mx.bfloat16).shape.matrix
 
 
-@groups
+@pytest.mark.parametrize("group", [32, 64])
 def test_zero_and_constant_rows(backend: Backend, group: int) -> None:
     """Groups without a range: scales have a least value, and nothing is divided by 0."""
     if backend.is_reference:

@@ -32,6 +32,11 @@ VARIANTS: dict[str, list[tuple[Any, ...]]] = {
         (256, 64, 4, None, "silu", 1, 8, 64),
         (64, 64, 3, None, "sigmoid", 1, 4, 64),
     ],
+    "decode_attention_turbo": [
+        (256, 64, 4, None, "silu", 1, 4, 0),
+        (64, 64, 3, None, "sigmoid", 1, 4, 0),
+    ],
+    "merge_gate_turbo": [(64, "silu"), (256, "sigmoid")],
     "merge_gate": [(64, "silu"), (256, "sigmoid")],
     "norm_qkv": [(16, 0)],
     "norm_qkv_quantised": [(8, 64), (4, 32)],
@@ -46,7 +51,7 @@ KEYS = [
         for name in VARIANTS
         for variant in VARIANTS[name]
         for dtype in DTYPES.values()
-        if name != "decode_attention_matrix" or dtype != mx.float32
+        if dtype != mx.float32 or name not in ("decode_attention_matrix", "decode_attention_turbo")
     ),
     *(("rope_table", (dims,)) for dims in (16, 256)),
 ]
