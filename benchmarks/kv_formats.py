@@ -9,7 +9,7 @@ the same number of bits. Formats:
 - `affine`: `mx.quantize`, a bf16 scale and a bf16 bias for each group of neighbouring elements of a head.
 - `turbo`: a row x of head_dim D is rotated, y = R x, and stored as one fp16 scale and, for each element, the
   nearest of 2^bits fixed levels to y_i / rms(y); the scale gives the row that is read back the norm of x. The
-  rotation is R = H diag(signs) / sqrt(D) with a Walsh-Hadamard matrix H (Sylvester's) and fixed random signs.
+  rotation is that of `custom_kernels.turbo`, which also has the cache's own form of the format ("as stored").
   Queries are rotated too, (R q) . (R k) = q . k, and the weighted sum of rotated values is rotated back once
   a query.
 - `affine, rotated`, `turbo, even levels` and `turbo, rms scale` (rms(y)) tell what each part is worth, and
@@ -51,6 +51,7 @@ from tokenizers import Tokenizer
 from spark25_mlx.attention import plan
 from spark25_mlx.cli.bench_models import SHAPES
 from spark25_mlx.config import FULL, ModelArgs
+from spark25_mlx.custom_kernels import turbo as turbo_format
 from spark25_mlx.custom_kernels.add_rms_norm import add_rms_norm
 from spark25_mlx.custom_kernels.qkv_rope import qkv_rope
 from spark25_mlx.model import Model, rope_for
@@ -136,12 +137,19 @@ def _float64(x: mx.array) -> np.ndarray:
 
 
 def rotation(head_dim: int) -> np.ndarray:
-    """R = H diag(signs) / sqrt(D), orthogonal, float64 [D, D]; D is a power of two."""
-    hadamard = np.ones((1, 1))
-    while len(hadamard) < head_dim:
-        hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
-    signs = np.random.default_rng(SEED).choice([-1.0, 1.0], head_dim)
-    return hadamard * signs / math.sqrt(head_dim)
+    """R of `custom_kernels.turbo`, float64 [D, D]."""
+    return _float64(turbo_format.rotation(head_dim))
+
+
+def as_stored() -> Format:
+    """The format of `TurboFullKVCache`: levels to a byte's precision, scales in bf16."""
+
+    def round_trip(x: np.ndarray) -> np.ndarray:
+        rows = mx.array(to_bf16(x).astype(np.float32)).astype(mx.bfloat16)
+        return _float64(turbo_format.turbo_dequantize(*turbo_format.turbo_quantize(rows)))
+
+    bits = turbo_format.BITS
+    return Format(f"turbo as stored, {bits} bits", lambda head_dim: bits + SCALE_BITS / head_dim, round_trip)
 
 
 def affine(bits: int, group_size: int, rotated: bool = False) -> Format:
@@ -324,6 +332,7 @@ def main() -> None:
         *(form for family in families for form in family),
         *(affine(bits, 64, rotated=True) for bits in (3, 4, 8)),
         *turbos,
+        as_stored(),
         *(turbo(bits, even=True) for bits in (3, 4, 8)),
         *(turbo(bits, keep_norm=False) for bits in (3, 4)),
     ]
