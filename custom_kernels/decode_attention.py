@@ -117,6 +117,7 @@ def decode_attention(
     mode: str,
     most_keys: int,
     kv_format: tuple[int, int] = PLAIN,
+    matrix: bool = False,
 ) -> mx.array:
     """Rotary embedding, append, causal attention over the cache, and the headwise gate, for up to 8 tokens.
 
@@ -140,6 +141,8 @@ def decode_attention(
         mode: of the gate, "sigmoid" or "silu".
         most_keys: the largest of `positions`, which sets how many threadgroups share the keys.
         kv_format: of the cache: PLAIN, TURBO, or (bits, group size) of 8 or 4 and of 32, 64 or 128.
+        matrix: let the sums over a quantised cache be products of matrices, if it has groups of 64 or 128 and
+            qkv is of 16 bits.
 
     Returns:
         [B, L, n_heads * D] in qkv's dtype.
@@ -150,7 +153,7 @@ def decode_attention(
     B, L, _ = qkv.shape
     KV = _arrays(keys)[0].shape[1]
     D = qkv.shape[2] // (n_heads + 2 * KV)
-    shape = Shape(qkv.dtype, B, L, n_heads, KV, D, 2 * turns.size, window, mode, *kv_format)
+    shape = Shape(qkv.dtype, B, L, n_heads, KV, D, 2 * turns.size, window, mode, *kv_format, matrix)
     if not can_decode(shape):
         raise RuntimeError("decode_attention: writing in place needs a GPU kernel, and none runs here")
     attend = bind_decode_attention(shape, split_count(most_keys, shape))
@@ -172,6 +175,8 @@ class Shape:
     mode: str
     kv_bits: int = 16
     group_size: int = 0
+    # Whether the sums over a quantised cache are to be products of matrices, where they can be.
+    matrix: bool = False
 
     @property
     def quantised(self) -> bool:
@@ -193,13 +198,13 @@ class Shape:
 
     @property
     def matrix_fits(self) -> bool:
-        """Whether products of matrices are the way here: for turbo always, else not on Metal, where they are
-        no faster than sums."""
-        fits = self.head_dim % 64 == 0 and self.group_size % 64 == 0 and self.dtype != mx.float32
-        return self.quantised and self.rows_fit and fits and (self.turbo or backend_name() != "metal")
+        """Whether products of matrices are wanted and possible; for turbo there is no other way."""
+        wanted = self.turbo or (self.matrix and self.quantised)
+        blocks = self.head_dim % 64 == 0 and self.group_size % 64 == 0
+        return wanted and blocks and self.rows_fit and self.dtype != mx.float32
 
     @property
-    def matrix(self) -> bool:
+    def by_matrix(self) -> bool:
         kernel = _TURBO if self.turbo else _MATRIX
         return self.matrix_fits and kernel.ready(*self.variant)
 
@@ -226,7 +231,7 @@ def bind_decode_attention(shape: Shape, splits: int) -> Callable[..., mx.array]:
     """
     key = (backend_key(), shape, splits)
     if key not in _BOUND:
-        _BOUND[key] = _bind(shape, splits, shape.matrix)
+        _BOUND[key] = _bind(shape, splits, shape.by_matrix)
     return _BOUND[key]
 
 
@@ -318,9 +323,9 @@ def can_decode(shape: Shape) -> bool:
         return False
     merges = (_MERGE_TURBO if shape.turbo else _MERGE).ready(shape.dtype, D, shape.mode, shape.n_heads)
     if shape.turbo:
-        return merges and shape.matrix
+        return merges and shape.by_matrix
     if shape.quantised:
-        return merges and (shape.matrix or (shape.rows_fit and _QUANTISED.ready(*shape.variant)))
+        return merges and (shape.by_matrix or (shape.rows_fit and _QUANTISED.ready(*shape.variant)))
     if not _FINAL.ready(*shape.variant):
         return False
     # A window that one threadgroup can do never needs the others.

@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from .cache import LayerCache, SlidingKVCache, for_batch
+from .custom_kernels.backend import backend_name
 from .custom_kernels.decode_attention import (
     MAX_TOKENS,
     PLAIN,
@@ -21,6 +22,7 @@ from .custom_kernels.decode_attention import (
 from .custom_kernels.head_gate import head_gate
 from .custom_kernels.qkv_rope import can_append, qkv_rope, qkv_rope_append
 from .custom_kernels.rope import Table, rope_table
+from .fusions import is_on
 
 # Routes of `gated_attention`, best first.
 FUSED = "decode_attention"  # one kernel appends in place and attends
@@ -58,6 +60,7 @@ class Heads:
             self.window,
             self.gate_mode,
             *kv_format,
+            matrix=is_on("matrix_attention", backend_name()),
         )
 
     @property

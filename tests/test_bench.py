@@ -325,7 +325,8 @@ def test_prepared_step_is_prepared_again(subject: Subject) -> None:
     assert decoder.is_current()
 
 
-def test_switch_off_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_bits", ["none", "8"])
+def test_switch_off_each(kv_bits: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A kernel that the step does not use is named in a note; one that never ran is left out."""
     slow = {"norm_qkv": 3.0, "fused_linear": 5.0}
     routes = {"norm_qkv": "cuda", "geglu": "cuda", "head_gate": "reference (differs)"}
@@ -337,10 +338,13 @@ def test_switch_off_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
     monkeypatch.setattr(bench, "decode", timed)
     monkeypatch.setattr(bench, "operations", lambda *_: Counter(name for name in suspended() if name in slow))
-    report = report_of([*SHORT, "--context", "16", "--prefill", "none", "--switch-off-each"], tmp_path)
+    options = ["--context", "16", "--prefill", "none", "--only", "ours", "--switch-off-each"]
+    report = report_of([*SHORT, *options, "--kv-bits", kv_bits], tmp_path)
     rows = {(row["name"], row["kind"]): row["loss"] for row in report["switched_off"]["rows"]}
+    of_quantised = {("matrix_attention", "fusion"): 0.0} if kv_bits == "8" else {}
     assert rows == pytest.approx(
         {("norm_qkv", "kernel"): 0.5, ("fused_linear", "fusion"): 1.5, ("compiled_step", "fusion"): 0.0}
+        | of_quantised
     )
     assert report["notes"] == ["not part of this decode step, so not switched off: geglu"]
 

@@ -69,13 +69,13 @@ class Run:
         return json.loads(self.out, parse_constant=refuse)
 
 
-# What no bfloat16 model uses but on Metal, where products of matrices are not the way.
-ON_METAL = "decode_attention_quantised"
+# Products of matrices are CUDA's way.
+ON_CUDA = "decode_attention_matrix"
 
 
 def states(report: dict[str, Any], *but: str) -> set[str]:
     """The states of all kernels that are used here, except some."""
-    return {kernel["status"] for name, kernel in report["kernels"].items() if name not in (*but, ON_METAL)}
+    return {kernel["status"] for name, kernel in report["kernels"].items() if name not in (*but, ON_CUDA)}
 
 
 # --- what is checked ---
@@ -86,6 +86,7 @@ def test_variants_are_those_of_the_published_models(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = ModelArgs.from_dict(config)
+    monkeypatch.setattr(doctor, "backend_name", lambda: "cuda")
     found = doctor.variants(args, doctor.formats_of(config), [mx.bfloat16, mx.float32])
     assert set(found) == set(registered())
     assert all(found.values())
@@ -97,14 +98,14 @@ def test_variants_are_those_of_the_published_models(
             for dtype in (mx.bfloat16, mx.float32)
             for dims, window in ((256, 512), (64, None))
         ]
-    # Products of matrices are of halves, and not for Metal.
+    # Products of matrices are of halves.
     codes = {
         dtype: [(dtype, 256, 64, 4, None, "sigmoid", 1, bits, 64) for bits in (8, 4)]
         for dtype in (mx.bfloat16, mx.float32)
     }
     assert found["decode_attention_matrix"] == codes[mx.bfloat16]
     assert found["decode_attention_quantised"] == codes[mx.float32]
-    monkeypatch.setattr("spark25_mlx.custom_kernels.decode_attention.backend_name", lambda: "metal")
+    monkeypatch.setattr(doctor, "backend_name", lambda: "metal")
     rotated = [(mx.bfloat16, 256, 64, 4, None, "sigmoid", 1, 4, 0)]
     assert found["decode_attention_turbo"] == rotated
     assert found["merge_gate_turbo"] == [(mx.bfloat16, 256, "sigmoid")]
@@ -166,7 +167,7 @@ def test_all_right(capsys: pytest.CaptureFixture[str]) -> None:
         "verdict": f"all right: {len(registered()) - 1} kernels right on {report['backend']}",
     }
     assert set(report["kernels"]) == set(registered())
-    assert report["kernels"].pop(ON_METAL)["status"] == "unused"
+    assert report["kernels"].pop(ON_CUDA)["status"] == "unused"
     for kernel in report["kernels"].values():
         assert kernel == kernel | {"status": "ok", "failures": [], "instead": None}
         assert kernel["variants"] >= 1
@@ -185,7 +186,7 @@ def test_json_and_text_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert any("in-place self-test" in line and line.endswith("passed") for line in lines)
     rows = {cells[0]: cells[1:] for cells in map(str.split, lines) if len(cells) == 4}
     for name, kernel in report["kernels"].items():
-        if name == ON_METAL:
+        if name == ON_CUDA:
             continue
         variants, error, status = rows[name]
         assert (int(variants), status) == (kernel["variants"], "ok")
@@ -382,7 +383,7 @@ def test_what_is_compared_computes_the_same(few: None) -> None:
                 assert doctor.difference(call, in_mx) < doctor._MOST_APART / 2, case
             assert set(case.kernels) == set(launches), case
             launched.update(case.kernels)
-    assert launched == set(registered()) - {ON_METAL}
+    assert launched == set(registered()) - {ON_CUDA}
 
 
 def test_times(few: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -380,7 +380,8 @@ class _Run:
             return None
         context = decoded[0]["context"]
         names = {name: "kernel" for name, route in kernel_routes().items() if route == backend}
-        names |= {name: "fusion" for name in FUSIONS if is_on(name, backend)}
+        fusions = [name for name in FUSIONS if name != "matrix_attention" or self.kv_bits]
+        names |= {name: "fusion" for name in fusions if is_on(name, backend)}
         usual = self._operations(OURS, context)
         rows, unused = [], []
         for name, kind in names.items():

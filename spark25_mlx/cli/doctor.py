@@ -593,7 +593,8 @@ def _shape(args: ModelArgs, kind: str, kv_format: Format = PLAIN) -> Shape:
     """Of the attention of one token."""
     heads = args.num_attention_heads, args.num_key_value_heads, args.head_dim
     dims, mode = args.rope[kind].dims, args.gate_attn_act_mode
-    return Shape(mx.bfloat16, 1, 1, *heads, dims, _window(args, kind), mode, *kv_format)
+    matrix = is_on("matrix_attention", backend_name())
+    return Shape(mx.bfloat16, 1, 1, *heads, dims, _window(args, kind), mode, *kv_format, matrix)
 
 
 def _window(args: ModelArgs, kind: str) -> int | None:

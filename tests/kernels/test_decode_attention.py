@@ -38,6 +38,7 @@ class Case:
         dims: rotated dimensions.
         splits: threadgroups that share the keys, each tried in turn; None for what the positions ask for.
         bits, group: format of the cache; 16 and 0 for a plain one.
+        matrix: whether products of matrices are wanted.
     """
 
     positions: list[int]
@@ -53,12 +54,15 @@ class Case:
     splits: tuple[int | None, ...] = (1, 8)
     bits: int = 16
     group: int = 0
+    matrix: bool = True
 
     @property
     def shape(self) -> Shape:
         heads = self.n_heads, self.n_kv_heads, self.D, self.dims
         kv_format = self.bits, self.group
-        return Shape(self.dtype, len(self.positions), self.L, *heads, self.window, self.mode, *kv_format)
+        return Shape(
+            self.dtype, len(self.positions), self.L, *heads, self.window, self.mode, *kv_format, self.matrix
+        )
 
     def sees(self, position: int) -> range:
         """Positions of the keys that the token at `position` sees."""
@@ -110,7 +114,8 @@ def run(backend: Backend, case: Case, inputs: Inputs, splits: int | None = None)
         return decode_attention_reference(*arguments, *rest, **options)
     with backend.writing():
         if splits is None:
-            out = decode_attention(*arguments, *rest, inputs.qkv, **options, most_keys=max(case.positions))
+            options |= {"most_keys": max(case.positions), "matrix": case.matrix}
+            out = decode_attention(*arguments, *rest, inputs.qkv, **options)
         else:
             table = rope_table(rest[0], case.L, rest[1])
             out = bind_decode_attention(case.shape, splits)(*arguments, *table, inputs.qkv)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -122,7 +122,7 @@ def check_call(backend: Backend, case: Case, splits: int | None) -> None:
         np.nanmax(np.abs(value_rows[b, :, : start + case.L])) for b, start in enumerate(case.positions)
     )
     # Unless sums are scaled, not values, decoding rounds the bias of 8 bits by 2^-9 of a step.
-    rounds = case.bits == 8 and not case.shape.matrix
+    rounds = case.bits == 8 and not case.shape.by_matrix
     step = 2.0**-9 * np.nanmax(steps[np.isfinite(steps) & (steps < 1e3)]) if rounds else 0.0
     error = (FP32_ERROR[case.dtype] * largest + step * (1 + 2 * largest)) * np.abs(gates)
     exact = test_head_gate.oracle(exact, to_float64(scores), case.mode)
@@ -152,7 +152,10 @@ FORMATS = [
 @dtypes
 @pytest.mark.parametrize(("D", "bits", "group"), FORMATS)
 def test_formats(backend: Backend, dtype: mx.Dtype, D: int, bits: int, group: int) -> None:
-    check(backend, Case([9, 0, 40], L=2, n_heads=2, D=D, bits=bits, group=group, dtype=dtype))
+    case = Case([9, 0, 40], L=2, n_heads=2, D=D, bits=bits, group=group, dtype=dtype)
+    check(backend, case)
+    if case.shape.matrix_fits:
+        check(backend, replace(case, matrix=False))
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bf16", "fp16"])
@@ -227,11 +230,12 @@ def check_magnitudes(backend: Backend, dtype: mx.Dtype, bits: int) -> None:
 def test_where_products_of_matrices_are_the_way() -> None:
     metal_sim.require_toolchain()
     with simulated():
-        assert Case([0], group=64).shape.matrix
-        assert Case([0], D=256, group=128).shape.matrix
+        assert Case([0], group=64).shape.by_matrix
+        assert not Case([0], group=64, matrix=False).shape.by_matrix
+        assert Case([0], D=256, group=128).shape.by_matrix
         for other in ({"group": 32}, {"D": 96, "group": 96}, {"group": 64, "dtype": mx.float32}):
-            assert not Case([0], **other).shape.matrix
-        assert not test_decode_attention.Case([0], D=64, dtype=mx.bfloat16).shape.matrix
+            assert not Case([0], **other).shape.by_matrix
+        assert not test_decode_attention.Case([0], D=64, dtype=mx.bfloat16).shape.by_matrix
 
 
 @pytest.mark.parametrize("group", [32, 64])
@@ -288,10 +292,9 @@ def test_with_metals_registers(
 ) -> None:
     """Fewer simdgroups and keys at once than elsewhere."""
     monkeypatch.setattr("spark25_mlx.custom_kernels.decode_attention.backend_name", lambda: "metal")
-    check(backend, Case([9, 40], L=2, n_heads=4, D=D, bits=bits, group=group, dtype=dtype))
-    check(
-        backend, Case([200], n_heads=8, n_kv_heads=4, D=D, capacity=201, bits=bits, group=group, dtype=dtype)
-    )
+    case = Case([9, 40], L=2, n_heads=4, D=D, bits=bits, group=group, dtype=dtype, matrix=False)
+    check(backend, case)
+    check(backend, replace(case, positions=[200], L=1, n_heads=8, n_kv_heads=4, capacity=201))
 
 
 @pytest.mark.fallback
