@@ -34,7 +34,7 @@ TURBO = (4, 0)
 # as `turbo_quantize` does.
 Rows = mx.array | Sequence[mx.array]
 Outputs = tuple[tuple[mx.array, ...], tuple[mx.array, ...]]
-_BOUND: dict[tuple[object, Shape, int], Callable[..., mx.array]] = {}
+_BOUND: dict[tuple[object, Shape, int, bool], Callable[..., mx.array]] = {}
 
 
 def decode_attention_reference(
@@ -131,8 +131,9 @@ def decode_attention(
     Args:
         qkv: [B, L, (n_heads + 2 n_kv_heads) * D], L <= MAX_TOKENS.
         scores: output of `g_proj` [B, L, n_heads].
-        keys, values: [B, n_kv_heads, capacity, D], whole row-contiguous arrays; written. A ring must have
-            capacity >= window + L - 1. Quantised ones are (codes, scales, biases) each, or (codes, scales).
+        keys, values: [B, n_kv_heads, capacity, D], whole row-contiguous arrays of 8 elements or more, written
+            in place. A ring must have capacity >= window + L - 1. Quantised ones are (codes, scales, biases)
+            each, or (codes, scales).
         positions: int32 [B], position of the first new token of each row; the rows before it are in the
             cache.
         turns: uint64 [r / 2] from `rope_turns`.
@@ -229,7 +230,7 @@ def bind_decode_attention(shape: Shape, splits: int) -> Callable[..., mx.array]:
     Args:
         splits: threadgroups that share the keys, from `split_count`.
     """
-    key = (backend_key(), shape, splits)
+    key = (backend_key(), shape, splits, shape.by_matrix)
     if key not in _BOUND:
         _BOUND[key] = _bind(shape, splits, shape.by_matrix)
     return _BOUND[key]

@@ -17,20 +17,22 @@ constexpr uint CODE_WORDS = CODE_BITS / 2;
 // Codes of half a word: code p of each half are taken at once.
 constexpr uint PAIRS = 16 / CODE_BITS;
 constexpr float UNIT = 1.0f / (1 << 24);
-// Keeps queries of any size in a half's range.
+// Halves end at 65504: queries are taken smaller, and what is lost in a half, at most 16, so many times.
 constexpr float SMALLER = 1.0f / 16;
-// What is lost counts so many times.
-constexpr float REST = 4096.0f;
+constexpr float REST = 2048.0f;
 const uint row = matrix_row(lane);
 const uint column = matrix_column(lane);
 #define ROW_BEFORE_END(at) (base + ROW(metal::min(at, end - 1)))
 
 #ifdef TURBO
+// Rotated queries have more digits than a half: the last four columns have what the first four lose.
+#define ALL_OF(sum) with_rest(sum, column < 4, REST)
 #define FETCH_SCALES(rows, scales, biases) load_raw<GROUPS>(rows##_scales + from * GROUPS, scales);
 #define WIDEN_SCALES(rows, raw_scales, raw_biases, y)     \
   widen<GROUPS>(rows##_scales, raw_scales[y], scales[y]); \
   for (uint g = 0; g < GROUPS; ++g) biases[y][g] = -MIDDLE * scales[y][g];
 #else
+#define ALL_OF(sum) (sum)
 #define FETCH_SCALES(rows, scales, biases)                 \
   load_raw<GROUPS>(rows##_scales + from * GROUPS, scales); \
   load_raw<GROUPS>(rows##_biases + from * GROUPS, biases);
@@ -84,14 +86,17 @@ for (uint j = 0; j < BLOCKS; ++j) {
     for (uint x = 0; x < 2; ++x) {
       pair[x] = column % 4 + x < GT ? rotated[column % 4 + x][d] * SMALLER : 0.0f;
     }
-    const uint halves = pack_halves(pair[0], pair[1]);
+    uint halves = pack_halves(pair[0], pair[1]);
+#ifdef TURBO
+    if (column >= 4) halves = pack_halves((pair[0] - low_half(halves)) * REST, (pair[1] - high_half(halves)) * REST);
+#endif
     q_sums[64 * j / GROUP][0] += low_half(halves);
     q_sums[64 * j / GROUP][1] += high_half(halves);
     q[j][i / 2][i % 2] = right_operand(halves);
   }
 }
 for (uint g = 0; g < GROUPS; ++g) {
-  for (uint x = 0; x < 2; ++x) q_sums[g][x] = column_sum(q_sums[g][x]) * UNIT;
+  for (uint x = 0; x < 2; ++x) q_sums[g][x] = ALL_OF(column_sum(q_sums[g][x])) * UNIT;
 }
 
 // Of this lane's two columns; sums of weights and of weighted biases are over its own rows yet. The outputs' rows are
@@ -158,7 +163,9 @@ while (at < end) {
       }
     }
     for (uint y = 0; y < 2; ++y) {
-      for (uint x = 0; x < 2; ++x) score[y][x] += scales[y][g] * c[2 * y + x] + biases[y][g] * q_sums[g][x];
+      for (uint x = 0; x < 2; ++x) {
+        score[y][x] += scales[y][g] * ALL_OF(c[2 * y + x]) + biases[y][g] * q_sums[g][x];
+      }
     }
   }
   const uint now = at;
@@ -255,6 +262,7 @@ for (uint x = 0; x < 2; ++x) {
     simdgroup_barrier(mem_flags::mem_threadgroup);                                \
   }
 #include "attention_end.metal"
+#undef ALL_OF
 #undef FETCH_SCALES
 #undef WIDEN_SCALES
 #undef FETCH_KEYS

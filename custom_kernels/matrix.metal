@@ -18,6 +18,15 @@ METAL_FUNC float column_sum(float x) {
   return x;
 }
 
+// From the lane whose columns are four further, or four before.
+METAL_FUNC float other_columns(float x) { return simd_shuffle_xor(x, 8); }
+
+// The sum of a column of the first four, and of the column four further over `times`: both lanes get it.
+METAL_FUNC float with_rest(float x, bool first, float times) {
+  const float other = other_columns(x);
+  return first ? x + other / times : other + x / times;
+}
+
 METAL_FUNC uint pack_halves(float low, float high) { return as_type<uint>(half2(half(low), half(high))); }
 
 // A matrix as the right operand of a product.

@@ -65,14 +65,24 @@ def turbo_quantize(x: mx.array) -> tuple[mx.array, mx.array]:
     return words.astype(mx.uint32), scales
 
 
-def turbo_dequantize(codes: mx.array, scales: mx.array, *, rotated: bool = False) -> mx.array:
-    """The rows that are stored, float32 [..., D].
+def turbo_dequantize(
+    codes: mx.array, scales: mx.array, *, dtype: mx.Dtype = mx.float32, rotated: bool = False
+) -> mx.array:
+    """The rows that are stored [..., D].
 
     Args:
-        rotated: leave them so.
+        dtype: of the result, and of all on the way: no intermediate result is larger.
+        rotated: leave them rotated.
     """
-    codes = (codes[..., None] >> mx.arange(0, 32, 4, dtype=mx.uint32)) & 15
-    codes = codes.reshape(*codes.shape[:-2], -1)
-    levels = mx.array(LEVELS, mx.float32) - MIDDLE
-    y = mx.concatenate([levels, -levels])[codes] * scales.astype(mx.float32)
-    return y if rotated else y @ rotation(y.shape[-1])
+    y = _levels(codes, scales.astype(dtype))
+    return y if rotated else y @ rotation(y.shape[-1]).astype(dtype)
+
+
+@mx.compile
+def _levels(codes: mx.array, scales: mx.array) -> mx.array:
+    """Elementwise and of few steps, which MLX makes one kernel of: a gather would have its indices in memory."""
+    codes = codes[..., None] >> mx.arange(0, 32, 4, dtype=mx.uint32)
+    low, high = (mx.array(sum(LEVELS[4 * i + t] << 8 * t for t in range(4)), mx.uint32) for i in (0, 1))
+    byte = (mx.where(codes & 4, high, low) >> ((codes & 3) << 3)) & 255
+    levels = mx.where(codes & 8, MIDDLE - byte, byte - MIDDLE).astype(scales.dtype)
+    return levels.reshape(*codes.shape[:-2], -1) * scales

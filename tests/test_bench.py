@@ -221,7 +221,9 @@ def test_filled_cache(subject: Subject, side: str, context: int, kv_bits: int | 
         assert set(offsets) == {context + steps}
 
 
-def test_cache_of_rotated_rows(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_of_rotated_rows(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What SPARK25_KV_FORMAT chooses is what is measured, said and counted."""
     affine = bench_models.read_bytes(subject, 1000, 1, 4)
     monkeypatch.setenv("SPARK25_KV_FORMAT", "turbo")
@@ -232,6 +234,16 @@ def test_cache_of_rotated_rows(subject: Subject, monkeypatch: pytest.MonkeyPatch
     names = [type(c).__name__ for c in bench_models.filled_cache(subject, "ours", 70, 1, 4)]
     assert names.count("TurboFullKVCache") == layers
     assert bench._of_full_layers(4) == ", full layers 4 bits (turbo)"
+    for flags, message in (
+        (["--kv-bits", "8"], "SPARK25_KV_FORMAT=turbo has 4 bits a value, and 8 are asked for"),
+        (
+            ["--kv-bits", "4"],
+            "mlx-lm has no cache of SPARK25_KV_FORMAT=turbo to compare with; add --only ours",
+        ),
+    ):
+        with pytest.raises(SystemExit):
+            bench.parse("bench", flags)
+        assert message in capsys.readouterr().err
     monkeypatch.delenv("SPARK25_KV_FORMAT")
     assert bench._of_full_layers(4) == ", full layers 4 bits"
 
@@ -330,6 +342,7 @@ def test_switch_off_each(kv_bits: str, monkeypatch: pytest.MonkeyPatch, tmp_path
     """A kernel that the step does not use is named in a note; one that never ran is left out."""
     slow = {"norm_qkv": 3.0, "fused_linear": 5.0}
     routes = {"norm_qkv": "cuda", "geglu": "cuda", "head_gate": "reference (differs)"}
+    routes["decode_attention_matrix"] = "cuda"
     monkeypatch.setattr(bench, "backend_name", lambda: "cuda")
     monkeypatch.setattr(bench, "kernel_routes", lambda: routes)
 

@@ -116,6 +116,8 @@ METAL_FUNC float column_sum(float x) {
   return x;
 }
 
+METAL_FUNC float other_columns(float x) { return simd_shuffle_xor(x, 2); }
+
 METAL_FUNC uint pack_halves(float low, float high) { return as_type<uint>(__floats2half2_rn(low, high)); }
 
 METAL_FUNC uint right_operand(uint halves) {

@@ -10,15 +10,16 @@ from ..custom_kernels.turbo import BITS, HEAD_DIMS, turbo_dequantize, turbo_quan
 from .full import GrowingKVCache
 from .storage import KV
 
-# Rows that are encoded at once: the fp32 values on the way take many times their room.
-_ROWS = 8192
+# Tokens that are encoded at once: the fp32 values on the way take many times their room.
+_TOKENS = 8192
 
 
 class TurboFullKVCache(GrowingKVCache):
     """All keys and values of a layer, with keys and values in the format of `custom_kernels.turbo`.
 
     Keys and values are each a pair: codes uint32 [B, KV, capacity, D / 8], and scales [B, KV, capacity, 1] in
-    the dtype of the keys. `reserve` returns two such pairs; `append` returns what they stand for.
+    the dtype of the keys. `reserve` returns two such pairs; `append` returns what they stand for, and decodes
+    all each time. So does a decode step where no kernel reads the codes: in fp32, and with heads of 32.
     """
 
     # Not `bits`, which mlx-lm takes for the sign of its own format.
@@ -37,7 +38,7 @@ class TurboFullKVCache(GrowingKVCache):
 
     def _seen(self, arrays: list[mx.array]) -> KV:
         keys, values = (
-            turbo_dequantize(codes, scales).astype(scales.dtype) for codes, scales in self._decode(arrays)
+            turbo_dequantize(codes, scales, dtype=scales.dtype) for codes, scales in self._decode(arrays)
         )
         return keys, values
 
@@ -47,5 +48,10 @@ class TurboFullKVCache(GrowingKVCache):
 
 
 def _quantized(x: mx.array) -> list[mx.array]:
-    pieces = [turbo_quantize(x[:, :, start : start + _ROWS]) for start in range(0, x.shape[2], _ROWS)]
+    pieces = []
+    for start in range(0, x.shape[2], _TOKENS):
+        pieces.append(turbo_quantize(x[:, :, start : start + _TOKENS]))
+        if x.shape[2] > _TOKENS:
+            # MLX would have the intermediate results of all of them at once.
+            mx.eval(pieces[-1])
     return [mx.concatenate(list(part), axis=2) for part in zip(*pieces, strict=True)]

@@ -20,6 +20,7 @@ import mlx.core as mx
 
 from .. import __version__
 from ..cache import TurboFullKVCache, quantized_cache
+from ..cache.quantized import VARIABLE
 from ..custom_kernels.backend import REFERENCE, backend_name, kernel_routes, one_line, without
 from ..fusions import FUSIONS, is_on
 from .bench_models import (
@@ -150,6 +151,13 @@ def parse(prog: str, argv: list[str]) -> argparse.Namespace:
             setattr(args, name, value)
     if not args.context and not args.prefill:
         parser.error("--context and --prefill are both none; there is nothing to measure")
+    if (kv_bits := _KV_BITS[args.kv_bits]) is not None:
+        try:
+            cache = quantized_cache(bits=kv_bits)
+        except ValueError as error:
+            parser.error(str(error))
+        if isinstance(cache, TurboFullKVCache) and args.only != OURS:
+            parser.error(f"mlx-lm has no cache of {VARIABLE}=turbo to compare with; add --only ours")
     if args.switch_off_each and (args.only == NATIVE or not args.context):
         parser.error("--switch-off-each needs a --context, and no --only native")
     return args
@@ -380,6 +388,8 @@ class _Run:
             return None
         context = decoded[0]["context"]
         names = {name: "kernel" for name, route in kernel_routes().items() if route == backend}
+        # Its kernel has a stand-in of as many operations: it is switched off as the fusion.
+        names.pop("decode_attention_matrix", None)
         fusions = [name for name in FUSIONS if name != "matrix_attention" or self.kv_bits]
         names |= {name: "fusion" for name in fusions if is_on(name, backend)}
         usual = self._operations(OURS, context)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
-from spark25_mlx.custom_kernels.decode_attention import TURBO, can_decode
+from spark25_mlx.custom_kernels.backend import Kernel, suspended, without
+from spark25_mlx.custom_kernels.decode_attention import TURBO, bind_decode_attention, can_decode
 from spark25_mlx.custom_kernels.turbo import turbo_quantize
 from tests import metal_sim
 from tests.kernels import test_decode_attention, test_head_gate, test_qkv_rope, test_turbo
@@ -163,6 +165,8 @@ def test_formats(backend: Backend, dtype: mx.Dtype, D: int, bits: int, group: in
 def test_turbo_of_all_widths(backend: Backend, dtype: mx.Dtype, D: int) -> None:
     bits, group = TURBO
     check(backend, Case([9, 0, 40], L=2, n_heads=2, D=D, bits=bits, group=group, dtype=dtype))
+    # Enough queries that one of them would show it if they were rounded to halves.
+    check(backend, Case([40], L=4, n_heads=8, D=D, bits=bits, group=group, dtype=dtype))
 
 
 @kv_formats
@@ -224,6 +228,18 @@ def check_magnitudes(backend: Backend, dtype: mx.Dtype, bits: int) -> None:
         # Queries that fp32 phases round to the other neighbour shift scores by as much.
         error = np.abs(stored).max() * FP32_ERROR[dtype] * max(1.0, of_queries * of_keys)
         assert_rounded_once(out.reshape(exact.shape), exact, dtype, error)
+
+
+@pytest.mark.fallback
+def test_stand_in_of_a_suspended_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which kernel attends may change between two calls for the same shape."""
+    shape = Case([0], group=64).shape
+    monkeypatch.setattr("spark25_mlx.custom_kernels.decode_attention._bind", lambda *call: call)
+    with simulated(), patch.object(Kernel, "ready", lambda self, *key: self.name not in suspended()):
+        for _ in range(2):
+            assert bind_decode_attention(shape, 2) == (shape, 2, True)
+            with without("decode_attention_matrix"):
+                assert bind_decode_attention(shape, 2) == (shape, 2, False)
 
 
 @pytest.mark.fallback
