@@ -80,7 +80,7 @@ def turbo_dequantize(
 
 @mx.compile
 def _levels(codes: mx.array, scales: mx.array) -> mx.array:
-    """Elementwise and of few steps, which MLX makes one kernel of: a gather would have its indices in memory."""
+    """Elementwise and in few steps, so MLX makes it one kernel: a gather would have its indices in memory."""
     codes = codes[..., None] >> mx.arange(0, 32, 4, dtype=mx.uint32)
     low, high = (mx.array(sum(LEVELS[4 * i + t] << 8 * t for t in range(4)), mx.uint32) for i in (0, 1))
     byte = (mx.where(codes & 4, high, low) >> ((codes & 3) << 3)) & 255

@@ -115,7 +115,7 @@ def test_rotated_rows(
 
 
 def test_bytes_and_distance_of_rotated_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take fewer bytes than affine rows of four bits, and logits are as near to exact ones, or nearly so."""
+    """They take fewer bytes than affine rows of four bits, and logits are about as near to exact ones."""
     dtype, tokens = mx.float32, mx.array([prompt_of(100, 3)])
     wanted = np.array(model_in(dtype)(tokens, copy.deepcopy(cache_of(dtype, 1024))))
     sizes, distances = [], []

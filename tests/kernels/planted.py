@@ -129,7 +129,9 @@ def _turbo_attention(*splits: int) -> None:
     small = test_quantised_attention.Case(
         [9, 0, 40], L=2, n_heads=4, n_kv_heads=2, splits=splits, bits=bits, group=group
     )
-    for case in (small, replace(small, D=256, dtype=mx.float16)):
+    # Enough queries that one of them would show it if they were rounded to halves.
+    many = replace(small, positions=[16, 16], L=4, n_heads=12, capacity=21, mode="silu", dtype=mx.float16)
+    for case in (small, replace(small, D=256, dtype=mx.float16), many):
         test_quantised_attention.check(_SIMULATOR, case)
 
 
@@ -327,6 +329,8 @@ TABLE: tuple[Planted, ...] = (
     # Rotated rows
     Planted("decode_attention_turbo", "queries and keys rotated without signs",
             "rotated[r][lane + 32 * i] * sign_of(lane + 32 * i)", "rotated[r][lane + 32 * i]", WRONG_VALUES),
+    Planted("decode_attention_turbo", "what queries lose as halves forgotten",
+            "first ? x + other / times : other + x / times", "first ? x : other", WRONG_VALUES),
     Planted("decode_attention_turbo", "values not rotated", "hadamard<N>(lane, value);\n", "", WRONG_VALUES),
     Planted("decode_attention_turbo", "rotation without its last exchange",
             "for (uint mask = 1; mask < 32; mask *= 2) {\nconst float other",

@@ -166,7 +166,8 @@ def test_turbo_of_all_widths(backend: Backend, dtype: mx.Dtype, D: int) -> None:
     bits, group = TURBO
     check(backend, Case([9, 0, 40], L=2, n_heads=2, D=D, bits=bits, group=group, dtype=dtype))
     # Enough queries that one of them would show it if they were rounded to halves.
-    check(backend, Case([40], L=4, n_heads=8, D=D, bits=bits, group=group, dtype=dtype))
+    many = {"n_heads": 12, "n_kv_heads": 2, "capacity": 21, "mode": "silu"}
+    check(backend, Case([16, 16], L=4, D=D, bits=bits, group=group, dtype=dtype, **many))
 
 
 @kv_formats
