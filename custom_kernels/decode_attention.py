@@ -296,14 +296,19 @@ def _bind(shape: Shape, splits: int, matrix: bool = False) -> Callable[..., mx.a
 def _geometry(shape: Shape, tile: int) -> tuple[int, int]:
     """Simdgroups of a threadgroup, at least MAX_TOKENS, and keys whose loads each of them has under way.
 
-    As many as registers allow, of which Metal has half of CUDA's for a thread.
+    As many as registers allow, of which Metal has half of CUDA's for a thread. On CUDA a launch fails if its
+    threads take more than 65,536 together.
     """
-    many_heads, wide = tile > 2, shape.dtype == mx.float32 and not shape.quantised
+    several, wide = tile > 1, shape.dtype == mx.float32 and not shape.quantised
     if backend_name() == "metal":
-        return 8, (2 if many_heads else 4) // (2 if wide else 1)
+        return 8, (2 if tile > 2 else 4) // (2 if wide else 1)
     if shape.quantised:
-        return 12, 4 if many_heads and shape.kv_bits == 8 else 8
-    return 8 if wide else 16, (4 if many_heads else 8) // (2 if wide else 1)
+        return 10, 4 if tile > 2 and shape.kv_bits == 8 else 8
+    if wide:
+        return 8, 2 if several else 4
+    # A ring takes a few more registers than 512 threads have, and values that share no word take many.
+    few = several and (shape.window is not None or shape.head_dim // 32 % 2 == 1)
+    return 12 if few else 16, 4 if several else 8
 
 
 def _bind_merge(dtype: mx.Dtype, shape: tuple[int, ...], mode: str, turbo: bool = False) -> Launch:
