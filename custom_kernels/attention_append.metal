@@ -2,9 +2,10 @@
 // threadgroup of the same token and of the first tile of its KV head.
 const uint t = simd;
 const bool write = t == l && tile % (TILES / KV) == 0;
-float key[N], value[N];
+float key[N], value[VN];
 for (uint i = 0; i < N; ++i) key[i] = rotated[GT + t][d0 + i];
-load<N>(qkv + (size_t(b) * L + t) * WIDTH + (H + KV + kv_head) * D + d0, value);
+const uint v0 = (part * 32 + lane) * VN;
+load<VN>(qkv + (size_t(b) * L + t) * WIDTH + (H + KV + kv_head) * D + v0, value);
 const size_t to = base + (offset + t) % capacity;
 #if defined(TURBO)
 for (uint i = 0; i < N; ++i) value[i] *= sign_of(d0 + i);
@@ -16,10 +17,10 @@ Share<N, BITS, GROUP> share;
 quantise((device uint*)keys, (device T*)key_scales, (device T*)key_biases, to, lane, write, share, key);
 quantise((device uint*)values, (device T*)value_scales, (device T*)value_biases, to, lane, write, share, value);
 #else
+if (write && part == 0) {
+  for (uint i = 0; i < N; ++i) ((device T*)keys)[to * D + d0 + i] = T(key[i]);
+}
 if (write) {
-  for (uint i = 0; i < N; ++i) {
-    ((device T*)keys)[to * D + d0 + i] = T(key[i]);
-    ((device T*)values)[to * D + d0 + i] = T(value[i]);
-  }
+  for (uint i = 0; i < VN; ++i) ((device T*)values)[to * D + v0 + i] = T(value[i]);
 }
 #endif

@@ -1,9 +1,20 @@
-// Which keys this threadgroup is for: those of threadgroup (split, tile of GT heads, token).
+// Which keys this threadgroup is for: those of threadgroup (split or part, tile of GT heads, token).
 constexpr uint N = D / 32;
 constexpr uint TILES = H / GT;
 constexpr uint WIDTH = (H + 2 * KV) * D;
+#ifdef FINAL
+// Threadgroups share the dimensions of a head's values, and all of them know all weights.
+constexpr uint VN = N / PARTS;
+const uint part = threadgroup_position_in_grid.x;
+const uint split = 0;
+const uint splits = 1;
+#else
+constexpr uint PARTS = 1;
+constexpr uint VN = N;
+const uint part = 0;
 const uint split = threadgroup_position_in_grid.x;
 const uint splits = threadgroups_per_grid.x;
+#endif
 const uint tile = threadgroup_position_in_grid.y;
 const uint L = qkv_shape[1];
 const uint b = threadgroup_position_in_grid.z / L;

@@ -21,11 +21,11 @@ for (uint h = 0; h < GT; ++h) {
     stats[2 * to + 1] = sum_of_weights;
   }
 #endif
-  for (uint d = thread_index_in_threadgroup; d < D; d += SIMDS * 32) {
+  for (uint d = thread_index_in_threadgroup; d < D / PARTS; d += SIMDS * 32) {
     float sum = 0.0f;
     for (uint j = 0; j < SIMDS; ++j) sum += all_o[j][d];
 #ifdef FINAL
-    out[((size_t(b) * L + l) * H + head) * D + d] = T(sum / sum_of_weights * gate);
+    out[((size_t(b) * L + l) * H + head) * D + part * (D / PARTS) + d] = T(sum / sum_of_weights * gate);
 #else
     parts[to * D + d] = sum;
 #endif

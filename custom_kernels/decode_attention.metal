@@ -8,39 +8,40 @@ constexpr uint SHARE = 32 / SCORES;
 #ifdef CODES
 #define KEYS keys, key_scales, key_biases
 #define VALUES values, value_scales, value_biases
-using Row = Share<N, BITS, GROUP>;
+using Key = Share<N, BITS, GROUP>;
+using Value = Key;
 #else
 #define KEYS keys
 #define VALUES values
-using Row = Share<N>;
+using Key = Share<N>;
+using Value = Share<VN>;
 #endif
-// Fetches U rows from position at < end on: neighbours, which one address does for, or around the ring's end and up to
+// Fetches U rows, or a piece of each, from position at < end on: neighbours, which one address does for, or around the ring's end and up to
 // the last of them; beyond it, where weights are 0, once more the last.
-#define FETCH(BUFFERS, rows)                                                                  \
-  if (at + U <= end && ROW(at) + U <= capacity) {                                             \
-    const size_t row = base + ROW(at);                                                        \
-    for (uint u = 0; u < U; ++u) fetch(BUFFERS, row + u, lane, rows[u]);                      \
-  } else {                                                                                    \
-    for (uint u = 0; u < U; ++u) {                                                            \
-      fetch(BUFFERS, base + ROW(metal::min(at + u, end - 1)), lane, rows[u]);                 \
-    }                                                                                         \
+#define FETCH(BUFFERS, pieces, piece, rows)                                                      \
+  if (at + U <= end && ROW(at) + U <= capacity) {                                                \
+    const size_t row = base + ROW(at);                                                           \
+    for (uint u = 0; u < U; ++u) fetch(BUFFERS, (row + u) * pieces + piece, lane, rows[u]);      \
+  } else {                                                                                       \
+    for (uint u = 0; u < U; ++u) {                                                               \
+      fetch(BUFFERS, (base + ROW(metal::min(at + u, end - 1))) * pieces + piece, lane, rows[u]); \
+    }                                                                                            \
   }
 
-Row k[U], v[U];
+Key k[U];
+Value v[U];
 uint at = begin + simd * U;
 if (at < end) {
-  FETCH(KEYS, k)
-  FETCH(VALUES, v)
+  FETCH(KEYS, 1, 0, k)
+  FETCH(VALUES, PARTS, part, v)
 }
 
 // While the first keys are on their way.
 #include "attention_rotate.metal"
-float q[GT][N], o[GT][N];
+float q[GT][N], o[GT][VN];
 for (uint h = 0; h < GT; ++h) {
-  for (uint i = 0; i < N; ++i) {
-    q[h][i] = rotated[h][d0 + i] * scale;
-    o[h][i] = 0.0f;
-  }
+  for (uint i = 0; i < N; ++i) q[h][i] = rotated[h][d0 + i] * scale;
+  for (uint i = 0; i < VN; ++i) o[h][i] = 0.0f;
 }
 
 // Score i = h * U + u of head h and key u ends up in SHARE lanes from SHARE * i on, and with it the running maximum
@@ -61,7 +62,7 @@ if (split == 0 && simd <= l) {
         lane_best = score;
         lane_total = slot % U == 0 ? 1.0f : 0.0f;
       }
-      for (uint i = 0; i < N; ++i) o[h][i] = value[i];
+      for (uint i = 0; i < VN; ++i) o[h][i] = value[i];
     }
   }
 }
@@ -80,7 +81,7 @@ while (at < end) {
   const uint now = at;
   at += SIMDS * U;
   if (at < end) {
-    FETCH(KEYS, k)
+    FETCH(KEYS, 1, 0, k)
   }
 
   // All sums over the lanes at once: each exchange halves the sums that a lane is concerned with.
@@ -105,19 +106,19 @@ while (at < end) {
   if (simd_any(shrink != 1.0f)) {
     for (uint h = 0; h < GT; ++h) {
       const float factor = simd_shuffle(shrink, SHARE * h * U);
-      for (uint i = 0; i < N; ++i) o[h][i] *= factor;
+      for (uint i = 0; i < VN; ++i) o[h][i] *= factor;
     }
   }
   for (uint u = 0; u < U; ++u) {
-    float x[N];
+    float x[VN];
     decode(VALUES, lane, v[u], x);
     for (uint h = 0; h < GT; ++h) {
       const float p = simd_shuffle(weight, SHARE * (h * U + u));
-      for (uint i = 0; i < N; ++i) o[h][i] += p * x[i];
+      for (uint i = 0; i < VN; ++i) o[h][i] += p * x[i];
     }
   }
   if (at < end) {
-    FETCH(VALUES, v)
+    FETCH(VALUES, PARTS, part, v)
   }
 }
 
@@ -126,13 +127,13 @@ for (uint mask = SHARE; mask < SHARE * U; mask *= 2) lane_total += simd_shuffle_
 // The simdgroups' parts become one: maxima and sums of all heads first, then the outputs head by head.
 threadgroup float all_best[GT][SIMDS];
 threadgroup float all_total[GT][SIMDS];
-threadgroup float all_o[SIMDS][D];
+threadgroup float all_o[SIMDS][D / PARTS];
 if (lane % (SHARE * U) == 0 && slot / U < GT) {
   all_best[slot / U][simd] = lane_best;
   all_total[slot / U][simd] = lane_total;
 }
 #define PUT_OUTPUT(h, factor) \
-  for (uint i = 0; i < N; ++i) all_o[simd][d0 + i] = o[h][i] * factor;
+  for (uint i = 0; i < VN; ++i) all_o[simd][lane * VN + i] = o[h][i] * factor;
 #include "attention_end.metal"
 #undef FETCH
 #undef KEYS

@@ -241,8 +241,9 @@ def _bind(shape: Shape, splits: int, matrix: bool = False) -> Callable[..., mx.a
     final = splits == 1 and not shape.quantised
     tile = 1 if final else shape.tile
     simdgroups, keys_at_once = (MAX_TOKENS, 16) if matrix else _geometry(shape, tile)
+    parts = _value_parts(shape) if final else 1
     geometry: dict[str, Any] = {
-        "grid": (splits * 32 * simdgroups, H // tile, B * L),
+        "grid": (splits * parts * 32 * simdgroups, H // tile, B * L),
         "threadgroup": (32 * simdgroups, 1, 1),
     }
     constants: dict[str, Constant] = {
@@ -261,7 +262,7 @@ def _bind(shape: Shape, splits: int, matrix: bool = False) -> Callable[..., mx.a
     if final:
         whole = _FINAL.bind(
             **geometry,
-            constants={**constants, "SILU": shape.mode == "silu"},
+            constants={**constants, "PARTS": parts, "SILU": shape.mode == "silu"},
             output_shapes=[(B, L, H * D)],
             output_dtypes=[shape.dtype],
         )
@@ -309,6 +310,14 @@ def _geometry(shape: Shape, tile: int) -> tuple[int, int]:
     # A ring takes a few more registers than 512 threads have, and values that share no word take many.
     few = several and (shape.window is not None or shape.head_dim // 32 % 2 == 1)
     return 12 if few else 16, 4 if several else 8
+
+
+def _value_parts(shape: Shape) -> int:
+    """Threadgroups that share a head's values where one does the keys: a GPU's cores read more together."""
+    if backend_name() == "metal":
+        return 1
+    threadgroups, values = shape.n_heads * shape.batch * shape.length, shape.head_dim // 32
+    return next(n for n in (4, 2, 1) if n == 1 or (values % n == 0 and threadgroups * n <= _THREADGROUPS))
 
 
 def _bind_merge(dtype: mx.Dtype, shape: tuple[int, ...], mode: str, turbo: bool = False) -> Launch:
