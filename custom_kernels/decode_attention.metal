@@ -1,7 +1,8 @@
 // One part of the keys for one tile of query heads of one token, its online softmax, and the new keys and values,
 // which are rotated here and go to their cache rows in place. Threadgroup (split, tile of GT heads, token); a
-// simdgroup takes U keys at a time, a lane D / 32 neighbouring dimensions of them. With FINAL there is one split,
-// and the result is gated here. With CODES the cache is quantised, and the new rows are too.
+// simdgroup takes U keys at a time, a lane D / 32 neighbouring dimensions of them. With FINAL there is one split, and
+// the result is gated here; threadgroups are (part, head, token), and each sums up D / PARTS dimensions of the values.
+// With CODES the cache is quantised, and the new rows are too.
 // Scores of a simdgroup at a time, with GT * U of them in use, and the lanes that end up with each.
 constexpr uint SHARE = 32 / SCORES;
 #include "attention_begin.metal"
@@ -16,8 +17,8 @@ using Value = Key;
 using Key = Share<N>;
 using Value = Share<VN>;
 #endif
-// Fetches U rows, or a piece of each, from position at < end on: neighbours, which one address does for, or around the ring's end and up to
-// the last of them; beyond it, where weights are 0, once more the last.
+// Fetches U rows, or a piece of each, from position at < end on: neighbours, which one address does for, or around the
+// ring's end and up to the last of them; beyond it, where weights are 0, once more the last.
 #define FETCH(BUFFERS, pieces, piece, rows)                                                      \
   if (at + U <= end && ROW(at) + U <= capacity) {                                                \
     const size_t row = base + ROW(at);                                                           \
@@ -124,7 +125,6 @@ while (at < end) {
 
 for (uint mask = SHARE; mask < SHARE * U; mask *= 2) lane_total += simd_shuffle_xor(lane_total, mask);
 
-// The simdgroups' parts become one: maxima and sums of all heads first, then the outputs head by head.
 threadgroup float all_best[GT][SIMDS];
 threadgroup float all_total[GT][SIMDS];
 threadgroup float all_o[SIMDS][D / PARTS];

@@ -17,7 +17,7 @@ from .turbo import HEAD_DIMS, rotation, turbo_dequantize, turbo_quantize
 
 # Tokens of one call: what speculative decoding verifies at once.
 MAX_TOKENS = 8
-# Up to so many keys, one threadgroup a query head does all: a second pass would cost more than it saves.
+# Up to so many plain keys, one launch does all: a second pass would cost more than it saves.
 _MOST_FINAL_KEYS = 640
 _MERGE_SIMDGROUPS = 8
 # Query heads of one threadgroup: four keep the accumulators of a head_dim of 256 in registers.
@@ -122,11 +122,13 @@ def decode_attention(
     """Rotary embedding, append, causal attention over the cache, and the headwise gate, for up to 8 tokens.
 
     softmax(q kᵀ / sqrt D) v over the cached keys and the new ones up to each token (equations 3 to
-    7 of `model`). Up to 640 keys, one threadgroup a query head does all; beyond that keys and values are
-    read once for up to four query heads of a KV head. Scores, softmax (online, base 2) and sums are fp32;
-    rotated queries and keys are rounded to qkv's dtype, as is the result. New keys and values go **in place**
-    to row = position modulo capacity; the rule of `qkv_rope_append` holds, with this call as the reader too.
-    A quantised cache is decoded in registers; new rows are quantised as `mx.quantize` does it, and seen so.
+    7 of `model`). Up to 640 plain keys one launch does all: for each query head a threadgroup, or two or four
+    that all weigh all keys and sum up a part of the values each. Beyond that keys and values are read once
+    for up to four query heads of a KV head. Scores, softmax (online, base 2) and sums are fp32; rotated
+    queries and keys are rounded to qkv's dtype, as is the result. New keys and values go **in place** to row
+    = position modulo capacity; the rule of `qkv_rope_append` holds, with this call as the reader too. A
+    quantised cache is decoded in registers, or its codes are factors of products of matrices and the sums
+    are scaled; new rows are quantised as `mx.quantize` or `turbo_quantize` does it, and seen so.
 
     Args:
         qkv: [B, L, (n_heads + 2 n_kv_heads) * D], L <= MAX_TOKENS.
@@ -236,12 +238,17 @@ def bind_decode_attention(shape: Shape, splits: int) -> Callable[..., mx.array]:
     return _BOUND[key]
 
 
-def _bind(shape: Shape, splits: int, matrix: bool = False) -> Callable[..., mx.array]:
+def _bind(
+    shape: Shape, splits: int, matrix: bool = False, parts: int | None = None
+) -> Callable[..., mx.array]:
     H, B, L, D = shape.n_heads, shape.batch, shape.length, shape.head_dim
     final = splits == 1 and not shape.quantised
     tile = 1 if final else shape.tile
-    simdgroups, keys_at_once = (MAX_TOKENS, 16) if matrix else _geometry(shape, tile)
-    parts = _value_parts(shape) if final else 1
+    simdgroups, keys_at_once = _geometry(shape, tile)
+    if matrix:
+        simdgroups = MAX_TOKENS
+    if parts is None:
+        parts = value_parts(shape) if final else 1
     geometry: dict[str, Any] = {
         "grid": (splits * parts * 32 * simdgroups, H // tile, B * L),
         "threadgroup": (32 * simdgroups, 1, 1),
@@ -312,8 +319,11 @@ def _geometry(shape: Shape, tile: int) -> tuple[int, int]:
     return 12 if few else 16, 4 if several else 8
 
 
-def _value_parts(shape: Shape) -> int:
-    """Threadgroups that share a head's values where one does the keys: a GPU's cores read more together."""
+def value_parts(shape: Shape) -> int:
+    """Threadgroups that share the dimensions of a head's values, up to `_MOST_FINAL_KEYS` keys.
+
+    All of them read all keys, but one alone would read more than a core of the GPU gets at once.
+    """
     if backend_name() == "metal":
         return 1
     threadgroups, values = shape.n_heads * shape.batch * shape.length, shape.head_dim // 32
@@ -341,7 +351,7 @@ def can_decode(shape: Shape) -> bool:
         return merges and shape.by_matrix
     if shape.quantised:
         return merges and (shape.by_matrix or (shape.rows_fit and _QUANTISED.ready(*shape.variant)))
-    if not _FINAL.ready(*shape.variant):
+    if not _FINAL.ready(*shape.variant, value_parts(shape)):
         return False
     # A window that one threadgroup can do never needs the others.
     return split_count(1 << 30, shape) == 1 or (merges and _ATTENTION.ready(*shape.variant))
@@ -381,12 +391,20 @@ def _check(
 
 
 def _check_final(
-    dtype: mx.Dtype, head_dim: int, dims: int, group: int, window: int | None, mode: str, n_kv_heads: int = 1
+    dtype: mx.Dtype,
+    head_dim: int,
+    dims: int,
+    group: int,
+    window: int | None,
+    mode: str,
+    n_kv_heads: int = 1,
+    parts: int = 1,
 ) -> Outputs:
-    return _compare(Shape(dtype, 2, 2, group * n_kv_heads, n_kv_heads, head_dim, dims, window, mode), 1)
+    heads = group * n_kv_heads, n_kv_heads, head_dim, dims
+    return _compare(Shape(dtype, 2, 2, *heads, window, mode), 1, parts=parts)
 
 
-def _compare(shape: Shape, splits: int, matrix: bool = False) -> Outputs:
+def _compare(shape: Shape, splits: int, matrix: bool = False, parts: int | None = None) -> Outputs:
     """Two rows of two tokens, in a ring one that has wrapped; reads what was written in place through MLX."""
     n_heads, n_kv_heads, window, dtype = shape.n_heads, shape.n_kv_heads, shape.window, shape.dtype
     capacity = 64 if window is None else window + 8
@@ -413,7 +431,7 @@ def _compare(shape: Shape, splits: int, matrix: bool = False) -> Outputs:
     )
     # What the in-place writes are compared with must be there before them.
     mx.eval(expected)
-    attend = _bind(shape, splits, matrix)
+    attend = _bind(shape, splits, matrix, parts)
     out = attend(qkv, scores, keys, values, *rope_table(positions, 2, turns), qkv)
     mx.eval(out)
     return _comparable(out, keys, values, kv_format), _comparable(*expected, kv_format)

@@ -1,5 +1,5 @@
-// Cache rows in the format of turbo.py: rows are rotated, R x = H diag(signs) x / sqrt(D), and have one scale and, for each
-// value, one of 16 levels, which lie about a Gaussian's. Code 8 s + t is level t of sign s.
+// Cache rows in the format of turbo.py: rotated, R x = H diag(signs) x / sqrt(D), with one scale and for each value
+// one of 16 levels, which lie about a Gaussian's. Code 8 s + t is level t of sign s.
 
 // The levels as bytes: a row's values are its scale times byte - MIDDLE, and sign 1 has the bytes' complement.
 constant constexpr uint LOW_LEVELS = 0xab9e9285u;
@@ -31,7 +31,7 @@ METAL_FUNC float sign_of(uint d) {
   return hash >> 31 ? -1.0f : 1.0f;
 }
 
-// H x / sqrt(32 N) for a row that a simdgroup holds: all pairs of one bit of the index after the other, N a power of two.
+// H x / sqrt(32 N) for a row that a simdgroup holds, bit by bit of the index; N is a power of two.
 template <int N>
 METAL_FUNC void hadamard(uint lane, thread float* x) {
   for (int bit = 1; bit < N; bit *= 2) {

@@ -65,17 +65,14 @@ def turbo_quantize(x: mx.array) -> tuple[mx.array, mx.array]:
     return words.astype(mx.uint32), scales
 
 
-def turbo_dequantize(
-    codes: mx.array, scales: mx.array, *, dtype: mx.Dtype = mx.float32, rotated: bool = False
-) -> mx.array:
+def turbo_dequantize(codes: mx.array, scales: mx.array, *, dtype: mx.Dtype = mx.float32) -> mx.array:
     """The rows that are stored [..., D].
 
     Args:
         dtype: of the result, and of all on the way: no intermediate result is larger.
-        rotated: leave them rotated.
     """
     y = _levels(codes, scales.astype(dtype))
-    return y if rotated else y @ rotation(y.shape[-1]).astype(dtype)
+    return y @ rotation(y.shape[-1]).astype(dtype)
 
 
 @mx.compile

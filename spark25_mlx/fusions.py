@@ -26,7 +26,7 @@ FUSIONS = {
         metal=None,
     ),
     "matrix_attention": Fusion(
-        what="attention over 8- or 4-bit keys and values as products of matrices, without decoding them",
+        what="attention over affine keys and values of 8 or 4 bits as products of matrices, not decoded",
         cuda="a full layer of the 4B reads 120,000 keys of 8 bits in 76 us instead of 160",
         metal=None,
     ),

@@ -33,8 +33,8 @@ def is_ours(cache: Sequence[Any]) -> bool:
 def to_native(cache: Any) -> Any:
     """mlx-lm's cache with the same tokens, for a cache of this package; others are returned as they are.
 
-    So is a batch, and a sliding cache that holds fewer keys than mlx-lm's class needs, as right behind a
-    restored snapshot.
+    So are a batch, a turbo cache, which mlx-lm has no class for, and a sliding cache that holds fewer keys
+    than mlx-lm's class needs, as right behind a restored snapshot.
     """
     if not isinstance(cache, LayerCache) or len(cache.offsets) != 1:
         return cache

@@ -238,7 +238,7 @@ def test_cache_of_rotated_rows(
         (["--kv-bits", "8"], "SPARK25_KV_FORMAT=turbo has 4 bits a value, and 8 are asked for"),
         (
             ["--kv-bits", "4"],
-            "mlx-lm has no cache of SPARK25_KV_FORMAT=turbo to compare with; add --only ours",
+            "mlx-lm has no cache of SPARK25_KV_FORMAT=turbo; add --only ours, or unset SPARK25_KV_FORMAT",
         ),
     ):
         with pytest.raises(SystemExit):

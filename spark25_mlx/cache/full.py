@@ -68,7 +68,7 @@ class FullKVCache(GrowingKVCache):
         """A cache with the same tokens in the format of `quantized_cache`; this one does not change.
 
         Raises:
-            ValueError: group_size or bits is not possible.
+            ValueError: group_size, bits or the head_dim is not possible, or there is no such format.
         """
         from .quantized import quantized_cache
 

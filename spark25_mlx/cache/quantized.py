@@ -85,15 +85,17 @@ def quantized_cache(group_size: int = 64, bits: int = 8) -> QuantizedFullKVCache
 
     Args:
         group_size: of affine rows; those of turbo have one scale.
+        bits: of an element: 4 or 8, for turbo 4.
 
     Raises:
         ValueError: group_size or bits is not possible, or there is no such format.
     """
+    affine = QuantizedFullKVCache(group_size, bits)
     chosen = os.environ.get(VARIABLE, "").strip().lower() or _AFFINE
-    if chosen not in (_AFFINE, _TURBO):
-        raise ValueError(f"{VARIABLE} is {chosen!r}; it must be {_AFFINE} or {_TURBO}")
     if chosen == _AFFINE:
-        return QuantizedFullKVCache(group_size, bits)
+        return affine
+    if chosen != _TURBO:
+        raise ValueError(f"{VARIABLE} is {chosen!r}; it must be {_AFFINE} or {_TURBO}")
     if bits != TurboFullKVCache.turbo_bits:
         raise ValueError(
             f"{VARIABLE}={_TURBO} has {TurboFullKVCache.turbo_bits} bits a value, and {bits} are asked for; "

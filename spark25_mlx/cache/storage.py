@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 
-# Keys and values as attention takes them: arrays, or (packed, scales, biases) of a quantised cache.
+# Keys and values as attention takes them: arrays, or (packed, scales, biases) of a quantised cache. Kernels
+# take (codes, scales) of a turbo cache, too.
 KV = tuple[Any, Any]
 
 UNLIMITED = sys.maxsize

@@ -30,7 +30,10 @@ class TurboFullKVCache(GrowingKVCache):
     def _encode(self, keys: mx.array, values: mx.array) -> list[mx.array]:
         for name, x in (("keys", keys), ("values", values)):
             if x.shape[-1] not in HEAD_DIMS:
-                raise ValueError(f"head_dim of the {name} is {x.shape[-1]}; turbo takes one of {HEAD_DIMS}")
+                raise ValueError(
+                    f"head_dim of the {name} is {x.shape[-1]}; turbo rows have one of {HEAD_DIMS} "
+                    "(SPARK25_KV_FORMAT=affine takes others)"
+                )
         return [*_quantized(keys), *_quantized(values)]
 
     def _decode(self, arrays: list[mx.array]) -> KV:

@@ -153,11 +153,11 @@ def parse(prog: str, argv: list[str]) -> argparse.Namespace:
         parser.error("--context and --prefill are both none; there is nothing to measure")
     if (kv_bits := _KV_BITS[args.kv_bits]) is not None:
         try:
-            cache = quantized_cache(bits=kv_bits)
+            turbo = _is_turbo(kv_bits)
         except ValueError as error:
             parser.error(str(error))
-        if isinstance(cache, TurboFullKVCache) and args.only != OURS:
-            parser.error(f"mlx-lm has no cache of {VARIABLE}=turbo to compare with; add --only ours")
+        if turbo and args.only != OURS:
+            parser.error(f"mlx-lm has no cache of {VARIABLE}=turbo; add --only ours, or unset {VARIABLE}")
     if args.switch_off_each and (args.only == NATIVE or not args.context):
         parser.error("--switch-off-each needs a --context, and no --only native")
     return args
@@ -200,8 +200,11 @@ def _of_full_layers(kv_bits: int | None) -> str:
     """What the report says of the full layers' caches if they are not like the others."""
     if kv_bits is None:
         return ""
-    turbo = isinstance(quantized_cache(bits=kv_bits), TurboFullKVCache)
-    return f", full layers {kv_bits} bits{' (turbo)' if turbo else ''}"
+    return f", full layers {kv_bits} bits{' (turbo)' if _is_turbo(kv_bits) else ''}"
+
+
+def _is_turbo(kv_bits: int) -> bool:
+    return isinstance(quantized_cache(bits=kv_bits), TurboFullKVCache)
 
 
 class _Progress:
@@ -390,7 +393,9 @@ class _Run:
         names = {name: "kernel" for name, route in kernel_routes().items() if route == backend}
         # Its kernel has a stand-in of as many operations: it is switched off as the fusion.
         names.pop("decode_attention_matrix", None)
-        fusions = [name for name in FUSIONS if name != "matrix_attention" or self.kv_bits]
+        # Turbo rows are read in no other way.
+        choice = self.kv_bits and not _is_turbo(self.kv_bits)
+        fusions = [name for name in FUSIONS if name != "matrix_attention" or choice]
         names |= {name: "fusion" for name in fusions if is_on(name, backend)}
         usual = self._operations(OURS, context)
         rows, unused = [], []

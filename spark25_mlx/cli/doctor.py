@@ -35,7 +35,14 @@ from ..custom_kernels.backend import (
     relative_difference,
     switched_off,
 )
-from ..custom_kernels.decode_attention import PLAIN, TURBO, Shape, bind_decode_attention, split_count
+from ..custom_kernels.decode_attention import (
+    PLAIN,
+    TURBO,
+    Shape,
+    bind_decode_attention,
+    split_count,
+    value_parts,
+)
 from ..custom_kernels.decode_linear import (
     Weight,
     bind_linear_add,
@@ -211,7 +218,9 @@ def variants(args: ModelArgs, formats: Sequence[Format], dtypes: Sequence[mx.Dty
         "qkv_rope": rotations,
         "qkv_rope_append": rotations,
         "decode_attention": heads,
-        "decode_attention_final": heads,
+        "decode_attention_final": [
+            (*head, 1, value_parts(_shape(args, kind))) for head, kind in zip(heads, args.rope, strict=False)
+        ],
         **dict.fromkeys(_OVER_CODES, over_codes),
         "merge_gate": gates,
         "merge_gate_turbo": gates,

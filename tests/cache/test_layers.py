@@ -229,7 +229,7 @@ def test_rotated_rows(tmp_path: Path) -> None:
         cache.reserve(1, shape=(2, 3, 32), dtype=mx.float32)
     assert cache.token_bytes(3, 64, mx.float32) == 2 * 3 * (64 // 2 + 4)
     with pytest.raises(
-        ValueError, match=r"head_dim of the keys is 96; turbo takes one of \(32, 64, 128, 256\)"
+        ValueError, match=r"head_dim of the keys is 96; turbo rows have one of \(32, 64, 128, 256\)"
     ):
         TurboFullKVCache().append(mx.zeros((1, 1, 1, 96)), mx.zeros((1, 1, 1, 96)))
 
@@ -244,6 +244,8 @@ def test_format_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = full.to_quantized(group_size=32, bits=4)
     assert type(cache) is TurboFullKVCache and cache.offsets == [2]
     assert not hasattr(cache, "to_quantized") and not hasattr(cache, "bits")
+    with pytest.raises(ValueError, match="group_size is 77"):
+        full.to_quantized(group_size=77, bits=4)
     with pytest.raises(ValueError, match="SPARK25_KV_FORMAT=turbo has 4 bits a value, and 8 are asked for"):
         full.to_quantized(group_size=32, bits=8)
     monkeypatch.setenv("SPARK25_KV_FORMAT", "fast")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import pytest
 
 from spark25_mlx.custom_kernels.add_rms_norm import add_rms_norm
-from spark25_mlx.custom_kernels.backend import forced, registered
+from spark25_mlx.custom_kernels.backend import Kernel, forced, registered
+from spark25_mlx.custom_kernels.decode_attention import Shape, bind_decode_attention, can_decode
 from tests import metal_sim
-from tests.kernels.backends import CACHE_BUFFERS, Backend
+from tests.kernels.backends import CACHE_BUFFERS, Backend, simulated
 from tests.kernels.rounding import DTYPES, to_float64
 from tests.metal_sim.planted import Planting
 
@@ -23,7 +25,11 @@ VARIANTS: dict[str, list[tuple[Any, ...]]] = {
     "qkv_rope": [(64, 16), (256, 256)],
     "qkv_rope_append": [(64, 16), (256, 256)],
     "decode_attention": [(256, 64, 4, None, "silu"), (64, 64, 3, 9, "sigmoid")],
-    "decode_attention_final": [(256, 64, 4, None, "silu"), (64, 64, 3, 9, "sigmoid")],
+    "decode_attention_final": [
+        (256, 64, 4, None, "silu", 1, 4),
+        (256, 64, 1, 9, "sigmoid", 2, 2),
+        (64, 64, 3, 9, "sigmoid"),
+    ],
     "decode_attention_quantised": [
         (256, 64, 4, None, "silu", 1, 8, 64),
         (64, 64, 3, None, "sigmoid", 1, 4, 32),
@@ -99,3 +105,25 @@ def test_wrong_kernel_gives_way() -> None:
     exact = to_float64(inputs[0]) / (to_float64(inputs[0]) ** 2).mean() ** 0.5
     for out in (x, again):
         assert abs(to_float64(out) - exact).max() < 1e-5
+
+
+@pytest.mark.parametrize("batch", [1, 2, 8])
+def test_attention_of_a_window_is_checked_as_it_runs(batch: int) -> None:
+    """How many threadgroups share a head's values is part of the text, and depends on the batch."""
+    metal_sim.require_toolchain()
+    seen = []
+
+    def ready(kernel: Kernel, *key: Any) -> bool:
+        seen.append((kernel.name, key))
+        return True
+
+    shape = Shape(mx.bfloat16, batch, 1, 16, 4, 256, 256, 512, "sigmoid")
+    bound = []
+    with simulated(), patch.object(Kernel, "ready", ready):
+        assert can_decode(shape)
+        with patch.object(
+            Kernel, "bind", lambda kernel, **launch: bound.append(launch["constants"]["PARTS"])
+        ):
+            bind_decode_attention(shape, 1)
+    assert bound == [{1: 4, 2: 4, 8: 1}[batch]]
+    assert ("decode_attention_final", (*shape.variant, *bound)) in seen
