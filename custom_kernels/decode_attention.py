@@ -13,7 +13,7 @@ from .backend import Constant, Kernel, Launch, backend_key, backend_name
 from .head_gate import head_gate_reference
 from .qkv_rope import put_tokens, qkv_rope_reference
 from .rope import rope_table, rope_turns
-from .turbo import HEAD_DIMS, rotation, turbo_dequantize, turbo_quantize
+from .turbo import HEAD_DIMS, TURBO, rotation, turbo_dequantize, turbo_quantize
 
 # Tokens of one call: what speculative decoding verifies at once.
 MAX_TOKENS = 8
@@ -27,9 +27,8 @@ _MOST_SPLITS = 64
 # Threadgroups of a call that fill the largest GPUs, and keys of a split that are worth a threadgroup.
 _THREADGROUPS = 128
 _KEYS_OF_SPLIT = 96
-# (bits, group size) of a cache's rows. Those of TURBO have one scale.
+# (bits, group size) of a cache's rows that are not quantised.
 PLAIN = (16, 0)
-TURBO = (4, 0)
 # Keys or values of a cache: an array, (codes, scales, biases) as `mx.quantize` makes them, or (codes, scales)
 # as `turbo_quantize` does.
 Rows = mx.array | Sequence[mx.array]
@@ -207,16 +206,21 @@ class Shape:
         return wanted and blocks and self.rows_fit and self.dtype != mx.float32
 
     @property
+    def sums_fit(self) -> bool:
+        """Whether each lane can sum up its own share of quantised rows: not of rotated ones."""
+        return self.rows_fit and not self.turbo
+
+    @property
     def by_matrix(self) -> bool:
-        kernel = _TURBO if self.turbo else _MATRIX
-        return self.matrix_fits and kernel.ready(*self.variant)
+        """Whether they are the way: wanted, possible, and found to work here."""
+        return self.matrix_fits and _of_quantised(self, matrix=True).ready(*self.variant)
 
     @property
     def variant(self) -> tuple[Any, ...]:
         """What a kernel is checked for."""
         group = self.n_heads // self.n_kv_heads
-        plain = (self.dtype, self.head_dim, self.dims, group, self.window, self.mode, self.n_kv_heads)
-        return (*plain, self.kv_bits, self.group_size) if self.quantised else plain
+        heads = self.head_dim, self.dims, group, self.window, self.mode, self.n_kv_heads
+        return self.dtype, *heads, self.kv_bits, self.group_size
 
     @property
     def tile(self) -> int:
@@ -232,23 +236,22 @@ def bind_decode_attention(shape: Shape, splits: int) -> Callable[..., mx.array]:
     Args:
         splits: threadgroups that share the keys, from `split_count`.
     """
-    key = (backend_key(), shape, splits, shape.by_matrix)
+    by_matrix = shape.by_matrix
+    key = (backend_key(), shape, splits, by_matrix)
     if key not in _BOUND:
-        _BOUND[key] = _bind(shape, splits, shape.by_matrix)
+        _BOUND[key] = _bind(shape, splits, by_matrix)
     return _BOUND[key]
 
 
-def _bind(
-    shape: Shape, splits: int, matrix: bool = False, parts: int | None = None
-) -> Callable[..., mx.array]:
+def _bind(shape: Shape, splits: int, matrix: bool, parts: int = 0) -> Callable[..., mx.array]:
+    """As `bind_decode_attention`; by products of matrices or not, and with `value_parts` if parts is 0."""
     H, B, L, D = shape.n_heads, shape.batch, shape.length, shape.head_dim
     final = splits == 1 and not shape.quantised
     tile = 1 if final else shape.tile
     simdgroups, keys_at_once = _geometry(shape, tile)
     if matrix:
         simdgroups = MAX_TOKENS
-    if parts is None:
-        parts = value_parts(shape) if final else 1
+    parts = (parts or value_parts(shape)) if final else 1
     geometry: dict[str, Any] = {
         "grid": (splits * parts * 32 * simdgroups, H // tile, B * L),
         "threadgroup": (32 * simdgroups, 1, 1),
@@ -281,11 +284,10 @@ def _bind(
 
         return call_final
 
-    if shape.quantised:
-        constants |= {"BITS": shape.kv_bits, "GROUP": shape.group_size or D}
     kernel = _ATTENTION
     if shape.quantised:
-        kernel = _QUANTISED if not matrix else _TURBO if shape.turbo else _MATRIX
+        constants |= {"BITS": shape.kv_bits, "GROUP": shape.group_size or D}
+        kernel = _of_quantised(shape, matrix)
     attention = kernel.bind(
         **geometry,
         constants=constants,
@@ -299,6 +301,19 @@ def _bind(
         return merge(inputs=[parts, stats, scores])[0]
 
     return call
+
+
+def _of_quantised(shape: Shape, matrix: bool) -> Kernel:
+    """The kernel over a quantised cache, by products of matrices or not."""
+    if not matrix:
+        return _QUANTISED
+    return _TURBO if shape.turbo else _MATRIX
+
+
+def kernel_that_fits(shape: Shape) -> str | None:
+    """Name of the kernel that is meant for a quantised cache, works it here or not; None if none is."""
+    fits = shape.matrix_fits or shape.sums_fit
+    return _of_quantised(shape, shape.matrix_fits).name if fits else None
 
 
 def _geometry(shape: Shape, tile: int) -> tuple[int, int]:
@@ -347,10 +362,8 @@ def can_decode(shape: Shape) -> bool:
     if D % 32 or D > 256:
         return False
     merges = (_MERGE_TURBO if shape.turbo else _MERGE).ready(shape.dtype, D, shape.mode, shape.n_heads)
-    if shape.turbo:
-        return merges and shape.by_matrix
     if shape.quantised:
-        return merges and (shape.by_matrix or (shape.rows_fit and _QUANTISED.ready(*shape.variant)))
+        return merges and (shape.by_matrix or (shape.sums_fit and _QUANTISED.ready(*shape.variant)))
     if not _FINAL.ready(*shape.variant, value_parts(shape)):
         return False
     # A window that one threadgroup can do never needs the others.
@@ -383,40 +396,23 @@ def _check(
     n_kv_heads: int = 1,
     kv_bits: int = 16,
     group_size: int = 0,
+    parts: int = 1,
     *,
+    splits: int = 8,
     matrix: bool = False,
 ) -> Outputs:
-    heads = group * n_kv_heads, n_kv_heads, head_dim, dims
-    return _compare(Shape(dtype, 2, 2, *heads, window, mode, kv_bits, group_size), 8, matrix)
-
-
-def _check_final(
-    dtype: mx.Dtype,
-    head_dim: int,
-    dims: int,
-    group: int,
-    window: int | None,
-    mode: str,
-    n_kv_heads: int = 1,
-    parts: int = 1,
-) -> Outputs:
-    heads = group * n_kv_heads, n_kv_heads, head_dim, dims
-    return _compare(Shape(dtype, 2, 2, *heads, window, mode), 1, parts=parts)
-
-
-def _compare(shape: Shape, splits: int, matrix: bool = False, parts: int | None = None) -> Outputs:
     """Two rows of two tokens, in a ring one that has wrapped; reads what was written in place through MLX."""
-    n_heads, n_kv_heads, window, dtype = shape.n_heads, shape.n_kv_heads, shape.window, shape.dtype
+    n_heads, kv_format = group * n_kv_heads, (kv_bits, group_size)
+    shape = Shape(dtype, 2, 2, n_heads, n_kv_heads, head_dim, dims, window, mode, *kv_format)
     capacity = 64 if window is None else window + 8
     positions = mx.array([17, 50 if window is None else 2 * capacity + 3], dtype=mx.int32)
-    kv_format = shape.kv_bits, shape.group_size
-    buffer = (2, n_kv_heads, capacity, shape.head_dim)
+    buffer = (2, n_kv_heads, capacity, head_dim)
     plain = [mx.random.normal(buffer, key=mx.random.key(i)).astype(dtype) for i in (0, 1)]
     keys, values = plain if not shape.quantised else (_encoded(x, kv_format) for x in plain)
-    width = (n_heads + 2 * n_kv_heads) * shape.head_dim
+    width = (n_heads + 2 * n_kv_heads) * head_dim
     qkv = mx.random.normal((2, 2, width), key=mx.random.key(2)).astype(dtype)
     scores = mx.random.normal((2, 2, n_heads), key=mx.random.key(3)).astype(dtype)
-    turns = rope_turns(10_000.0, shape.dims)
+    turns = rope_turns(10_000.0, dims)
     expected = decode_attention_reference(
         qkv,
         scores,
@@ -426,7 +422,7 @@ def _compare(shape: Shape, splits: int, matrix: bool = False, parts: int | None 
         turns,
         n_heads=n_heads,
         window=window,
-        mode=shape.mode,
+        mode=mode,
         kv_format=kv_format,
     )
     # What the in-place writes are compared with must be there before them.
@@ -478,7 +474,7 @@ _FINAL = Kernel(
     outputs=["out"],
     headers=["common", "kv_plain", "gate"],
     defines=["FINAL"],
-    check=_check_final,
+    check=partial(_check, splits=1),
 )
 _QUANTISED = Kernel(
     "decode_attention",

@@ -19,6 +19,8 @@ import mlx.core as mx
 import numpy as np
 
 BITS = 4
+# (bits, group size) as of other formats; there are no groups.
+TURBO = (BITS, 0)
 # Of rows that can be stored.
 HEAD_DIMS = (32, 64, 128, 256)
 # Levels of a Gaussian of deviation 46.66, to a byte's precision: level t is at LEVELS[t] - MIDDLE.

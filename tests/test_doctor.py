@@ -93,7 +93,7 @@ def test_variants_are_those_of_the_published_models(
     assert found["rope_table"] == [(256,), (64,)]
     assert found["add_rms_norm"][:2] == [(mx.bfloat16, None), (mx.bfloat16, mx.bfloat16)]
     # Of 16 heads or 8, up to 128 threadgroups.
-    for name, rest in (("decode_attention", ()), ("decode_attention_final", (1, 4))):
+    for name, rest in (("decode_attention", ()), ("decode_attention_final", (1, 16, 0, 4))):
         assert found[name] == [
             (dtype, 256, dims, 4, window, "sigmoid", *rest)
             for dtype in (mx.bfloat16, mx.float32)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
+from ..custom_kernels import turbo
 from .full import GrowingKVCache
 from .storage import KV
 from .turbo import TurboFullKVCache
@@ -96,9 +97,9 @@ def quantized_cache(group_size: int = 64, bits: int = 8) -> QuantizedFullKVCache
         return affine
     if chosen != _TURBO:
         raise ValueError(f"{VARIABLE} is {chosen!r}; it must be {_AFFINE} or {_TURBO}")
-    if bits != TurboFullKVCache.turbo_bits:
+    if bits != turbo.BITS:
         raise ValueError(
-            f"{VARIABLE}={_TURBO} has {TurboFullKVCache.turbo_bits} bits a value, and {bits} are asked for; "
-            f"use --kv-bits {TurboFullKVCache.turbo_bits} or {VARIABLE}={_AFFINE}"
+            f"{VARIABLE}={_TURBO} has {turbo.BITS} bits a value, and {bits} are asked for; "
+            f"use --kv-bits {turbo.BITS} or {VARIABLE}={_AFFINE}"
         )
     return TurboFullKVCache()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import mlx.core as mx
 
-from ..custom_kernels.turbo import BITS, HEAD_DIMS, turbo_dequantize, turbo_quantize
+from ..custom_kernels.turbo import BITS, HEAD_DIMS, TURBO, turbo_dequantize, turbo_quantize
 from .full import GrowingKVCache
 from .storage import KV
 
@@ -22,9 +20,8 @@ class TurboFullKVCache(GrowingKVCache):
     all each time. So does a decode step where no kernel reads the codes: in fp32, and with heads of 32.
     """
 
-    # Not `bits`, which mlx-lm takes for the sign of its own format.
-    turbo_bits: ClassVar[int] = BITS
-    kv_format = (BITS, 0)
+    # No `bits`, which mlx-lm takes for the sign of its own format.
+    kv_format = TURBO
     _LEAST_ROWS = 8
 
     def _encode(self, keys: mx.array, values: mx.array) -> list[mx.array]:

@@ -37,9 +37,9 @@ from ..custom_kernels.backend import (
 )
 from ..custom_kernels.decode_attention import (
     PLAIN,
-    TURBO,
     Shape,
     bind_decode_attention,
+    kernel_that_fits,
     split_count,
     value_parts,
 )
@@ -59,7 +59,7 @@ from ..custom_kernels.head_gate import (
 )
 from ..custom_kernels.qkv_rope import qkv_rope, qkv_rope_append, qkv_rope_reference
 from ..custom_kernels.rope import rope_cos_sin, rope_table, rope_turns
-from ..custom_kernels.turbo import turbo_dequantize, turbo_quantize
+from ..custom_kernels.turbo import TURBO, turbo_dequantize, turbo_quantize
 from ..fusions import is_on
 from .bench_models import SHAPES
 
@@ -68,9 +68,9 @@ _GPUS = ("metal", "cuda")
 _DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 # (bits, group size) of the linear layers: plain, and mlx-lm's default quantisations.
 _FORMATS = ((16, 0), (8, 64), (4, 64))
-# Kernels whose check reads through MLX what the kernel has written into an input.
 _OVER_CODES = ("decode_attention_quantised", "decode_attention_matrix", "decode_attention_turbo")
 _ATTENDING = ("decode_attention", "decode_attention_final", *_OVER_CODES)
+# Kernels whose check reads through MLX what the kernel has written into an input.
 IN_PLACE = ("qkv_rope_append", *_ATTENDING)
 _ATTENTION = (*_ATTENDING, "merge_gate", "merge_gate_turbo")
 _LINEAR = ("norm_qkv", "norm_geglu", "linear_add")
@@ -219,7 +219,8 @@ def variants(args: ModelArgs, formats: Sequence[Format], dtypes: Sequence[mx.Dty
         "qkv_rope_append": rotations,
         "decode_attention": heads,
         "decode_attention_final": [
-            (*head, 1, value_parts(_shape(args, kind))) for head, kind in zip(heads, args.rope, strict=False)
+            (*head, 1, *PLAIN, value_parts(_shape(args, kind)))
+            for head, kind in zip(heads, args.rope, strict=False)
         ],
         **dict.fromkeys(_OVER_CODES, over_codes),
         "merge_gate": gates,
@@ -247,12 +248,7 @@ def _over_codes(args: ModelArgs, kv_format: Format, dtype: mx.Dtype) -> str | No
     """The kernel that attends to a quantised cache of a full layer, if one does."""
     if FULL not in args.rope or not _fits(args.head_dim):
         return None
-    shape = replace(_shape(args, FULL, kv_format), dtype=dtype)
-    if shape.turbo:
-        return "decode_attention_turbo" if shape.matrix_fits else None
-    if not shape.rows_fit:
-        return None
-    return "decode_attention_matrix" if shape.matrix_fits else "decode_attention_quantised"
+    return kernel_that_fits(replace(_shape(args, FULL, kv_format), dtype=dtype))
 
 
 def _fits(head_dim: int) -> bool:

@@ -26,8 +26,8 @@ VARIANTS: dict[str, list[tuple[Any, ...]]] = {
     "qkv_rope_append": [(64, 16), (256, 256)],
     "decode_attention": [(256, 64, 4, None, "silu"), (64, 64, 3, 9, "sigmoid")],
     "decode_attention_final": [
-        (256, 64, 4, None, "silu", 1, 4),
-        (256, 64, 1, 9, "sigmoid", 2, 2),
+        (256, 64, 4, None, "silu", 1, 16, 0, 4),
+        (256, 64, 1, 9, "sigmoid", 2, 16, 0, 2),
         (64, 64, 3, 9, "sigmoid"),
     ],
     "decode_attention_quantised": [
